@@ -110,6 +110,12 @@ def _fallback(judge: DefectiveJudge, parts: Parts) -> str:
     return _reply(5, 5) if fails else judge.sound(parts)
 
 
+def _silent_on_copies(judge: DefectiveJudge, parts: Parts) -> str:
+    """Writes prose about an unchanged source."""
+    urls = _urls(parts)
+    return "I see no change." if len(set(urls)) < len(urls) else judge.sound(parts)
+
+
 def _echo(judge: DefectiveJudge, parts: Parts) -> str:
     """Repeats the question."""
     return _text(parts)
@@ -135,6 +141,7 @@ DEFECTS: Mapping[str, Defect] = {
     "noisy": _noisy,
     "ignores a category": _ignores_category,
     "half marks as a fall-back": _fallback,
+    "silent on copies": _silent_on_copies,
     "echo": _echo,
     "reads text in pictures": _reads_text,
 }
@@ -154,7 +161,7 @@ def examine(
         client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
         try:
             audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
-            if not attacked or not audit.num_graded:  # an attack would raise JudgeError
+            if not attacked or audit.num_unreadable:  # an attack would raise JudgeError
                 return audit, ([], math.nan, 0.0)
             return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
         finally:
@@ -166,7 +173,7 @@ def examine(
 
 def main() -> None:
     print("# The tiny world's judge, audited and attacked: sound, and with planted defects\n")
-    print("`python -m benchmarks.judge_defects`; 16 held-out samples of the quickstart.\n")
+    print("`python -m benchmarks.judge_defects`; 64 held-out samples of the quickstart.\n")
     for defect in DEFECTS:
         audit, (attacks, right, floor) = examine(defect)
         print(f"## {defect}\n\n```text")

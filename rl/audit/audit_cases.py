@@ -64,7 +64,7 @@ def case_of(sample: Sample, other: Sample, drawn: Mapping[str, Image.Image]) -> 
     shown = {
         kind: (sample, picture)
         for kind, picture in results.items()
-        if _difference(picture, target) > MIN_DIFFERENCE
+        if np.abs(np.asarray(picture, int) - np.asarray(target, int)).mean() > MIN_DIFFERENCE
     }
     if other.instruction != sample.instruction:
         shown["other_instruction"] = (replace(sample, instruction=other.instruction), target)
@@ -120,8 +120,3 @@ def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | 
         moved[top:bottom, start : start + patch.shape[1]] = patch
         results["wrong_object"] = moved
     return {kind: Image.fromarray(picture) for kind, picture in results.items()}
-
-
-def _difference(picture: Image.Image, other: Image.Image) -> float:
-    """Mean difference of two RGB pictures of one size, of 255."""
-    return float(np.abs(np.asarray(picture, int) - np.asarray(other, int)).mean())

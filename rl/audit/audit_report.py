@@ -27,9 +27,10 @@ SIDE_PX = 256
 def audit_lines(audit: RewardAudit) -> Iterable[str]:
     """At most 80 columns each."""
     yield f"{audit.reward}: mean value of the right results {audit.mean_correct:.2f}"
-    heads = f"{'pairs':>5} {'right wins':>18} {'ties':>5} {'AUROC':>17} {'mean':>5}"
-    yield f"  {'wrong results':<18}{heads}"
-    yield from map(_kind_line, audit.kinds)
+    yield "  wrong results     pairs right wins  ties             AUROC  mean silent"
+    for kind in audit.kinds:
+        yield _kind_line(kind, f"{audit.silent[kind.name][0]:.0%}")
+    yield _kind_line(audit.overall)
     if len(audit.categories) > 1:
         yield "  clearly wrong results, by category"
         yield from map(_kind_line, audit.categories)
@@ -40,10 +41,10 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
         f"{audit.lowest_share:.0%} are 0, {audit.highest_share:.0%} are 1"
     )
     yield f"  ungraded: {audit.num_ungraded} of {audit.num_graded + audit.num_ungraded}"
-    for failure in audit.failures:
-        yield from textwrap.wrap(failure, 80, initial_indent="  FAIL ", subsequent_indent=" " * 7)
-    if not audit.failures:
-        yield "  PASS"
+    verdicts = [f"FAIL {text}" for text in audit.failures]
+    verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
+    for text in verdicts or ["PASS"]:
+        yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
 
 
 def repeats_line(sd: float, reliability: float) -> str:
@@ -56,14 +57,13 @@ def repeats_line(sd: float, reliability: float) -> str:
     )
 
 
-def _kind_line(kind: Kind) -> str:
-    low, high = kind.accuracy_interval
-    auc_low, auc_high = kind.auroc_interval
-    wins = f"{kind.accuracy:>6.0%} ({low:>4.0%}-{high:>4.0%})"
-    return (
-        f"  {kind.name[:18]:<18}{kind.num_pairs:>5} {wins}"
-        f" {kind.ties:>5.0%}  {kind.auroc:.2f} ({auc_low:.2f}-{auc_high:.2f}) {kind.mean:>5.2f}"
+def _kind_line(kind: Kind, silent: str = "") -> str:
+    low, high = kind.auroc_interval
+    numbers = (
+        f"{kind.num_pairs:>5} {kind.accuracy:>10.0%} {kind.ties:>5.0%}"
+        f"  {kind.auroc:>4.2f} ({low:>4.2f}-{high:>4.2f}) {kind.mean:>5.2f} {silent:>6}".rstrip()
     )
+    return f"  {kind.name[:18]:<18}" + numbers.replace("nan%", "   -").replace("nan", "  -")
 
 
 def attack_lines(

@@ -1,6 +1,6 @@
 """How well scores separate right from wrong results, and how well they repeat.
 
-Axes in names: `_R` right results, `_W` wrong results, `_PR` pictures x readings.
+Axes in names: `_P` pairs of a right and a wrong result, `_C` cases, `_PR` pictures x readings.
 """
 
 from __future__ import annotations
@@ -11,36 +11,44 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NUM_RESAMPLES = 1000
 Interval = tuple[float, float]
 
 
-def auroc(right_R: np.ndarray, wrong_W: np.ndarray) -> float:
-    """P(a right result scores above a wrong one), ties count half: the area under the ROC curve
-    (Mann and Whitney 1947: U / (R W)). Float arrays; nan if one is empty."""
-    if not len(right_R) or not len(wrong_W):
-        return math.nan
-    difference = right_R[:, None] - wrong_W[None, :]
-    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+def auroc(case_P: np.ndarray, right_P: np.ndarray, wrong_P: np.ndarray) -> tuple[float, Interval]:
+    """(P(a right result scores above a wrong one), its 95 % interval); nan without pairs.
+
+    Ties count half: the area under the ROC curve (Mann and Whitney 1947), of each right value
+    against each wrong one. [P] int: the pair's case; [P] float: the values of its two results.
+    The variance is that of DeLong et al. 1988, summed by case (Obuchowski 1997), because a case's
+    pairs share a scene and the right result. The interval is Wilson's for as many independent
+    results as have this variance (Korn and Graubard 1998), at most two a case: so it is not empty
+    where no error was seen.
+    """
+    if not len(case_P):
+        return math.nan, (math.nan, math.nan)
+    won_P, kept_P = _share_below(right_P, wrong_P), 1 - _share_below(wrong_P, right_P)
+    area, num_cases = float(won_P.mean()), len(np.unique(case_P))
+    part_C = np.bincount(case_P, won_P + kept_P - 2 * area) / len(case_P)
+    variance = float((part_C**2).sum()) * num_cases / max(num_cases - 1, 1)
+    size = 2.0 * num_cases
+    if variance > 0:
+        size = min(size, area * (1 - area) / variance)
+    return area, wilson_interval(area, size)
 
 
-def auroc_interval(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """95 % percentile bootstrap of `auroc` over samples; `pairs`: (right, wrong) of each sample."""
-    values = np.array(pairs, float).reshape(-1, 2)
-    if not len(values):
-        return math.nan, math.nan
-    rng = np.random.default_rng(0)
-    draws = rng.integers(len(values), size=(NUM_RESAMPLES, len(values)))
-    areas = [auroc(values[draw, 0], values[draw, 1]) for draw in draws]
-    low, high = np.percentile(areas, (2.5, 97.5))
-    return float(low), float(high)
+def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Share of `others` below each of `values`; equal ones count half."""
+    ordered = np.sort(others)
+    num_below = np.searchsorted(ordered, values) + np.searchsorted(ordered, values, "right")
+    return num_below / (2 * len(ordered))
 
 
-def wilson_interval(num_right: int, num_all: int) -> Interval:
-    """95 % interval of a share (Wilson 1927); it is not empty at 0 % and 100 %."""
+def wilson_interval(share: float, num_all: float) -> Interval:
+    """95 % interval of a share of `num_all` independent draws (Wilson 1927); it is not empty at 0 %
+    and 100 %. Nan for no draws."""
     if num_all == 0:
         return math.nan, math.nan
-    z, share = 1.959964, num_right / num_all
+    z = 1.959964
     centre = (share + z * z / (2 * num_all)) / (1 + z * z / num_all)
     half = math.sqrt(share * (1 - share) / num_all + z * z / (4 * num_all**2))
     half *= z / (1 + z * z / num_all)
@@ -82,15 +90,3 @@ def effective_levels(values: Sequence[float]) -> float:
     """exp(entropy) of the distribution of values: the number of levels really used."""
     shares = np.array(list(Counter(values).values()), float) / max(len(values), 1)
     return float(np.exp(-(shares * np.log(shares)).sum()))
-
-
-def common_value(right: Sequence[float], wrong: Sequence[float]) -> tuple[float, float]:
-    """(the value that right and wrong results have most in common, the smaller of its two shares).
-    A judge that falls back to one value when it fails gives it to both. (nan, 0) if none is."""
-    counts_right, counts_wrong = Counter(right), Counter(wrong)
-    shares = {
-        value: min(count / len(right), counts_wrong[value] / len(wrong))
-        for value, count in counts_right.items()
-        if counts_wrong[value]
-    }
-    return max(shares.items(), key=lambda item: item[1], default=(math.nan, 0.0))

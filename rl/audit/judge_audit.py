@@ -11,12 +11,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from PIL.Image import Image
+from pydantic import TypeAdapter
 
 from rl.api.judge import Answer, Judge, Question
 from rl.api.plugin import Resources
@@ -32,13 +33,19 @@ from rl.judge.client import JudgeError
 from rl.rollout.grading import scores
 
 T = TypeVar("T")
+Pair = tuple[int, float, float]
+"""Case, value of its right result, value of a wrong one."""
 
 FILE = "judge_audit.json"
-NUM_CASES = 16
+NUM_CASES = 64
+"""A judge of AUROC 0.97, and one of 0.85, get their verdict from so many in 95 of 100 audits
+(`benchmarks/audit_power.py`)."""
 NUM_REPEATED, NUM_READINGS = 4, 3
 """The results of the first 4 cases are read 3 times."""
 MIN_PAIRS = 8
-"""A kind or category with fewer pairs decides nothing."""
+"""A kind or category with fewer pairs decides nothing by itself."""
+RULES = 2
+"""The number of the rules that decide; an audit by others counts as none."""
 TARGET_RELIABILITY = 0.8
 """A report says how many readings reach it."""
 PICTURES = frozenset({"source", "image", "target"})
@@ -52,10 +59,10 @@ class Kind:
     num_pairs: int
     accuracy: float
     """Share of pairs of one sample in which the right result scores higher."""
-    accuracy_interval: tuple[float, float]
     ties: float
     auroc: float
-    auroc_interval: tuple[float, float]
+    auroc_interval: statistics.Interval
+    """95 %; nan, like the other numbers, without pairs."""
     mean: float
     """Mean value of these results, 0 to 1."""
 
@@ -67,10 +74,18 @@ class RewardAudit:
     reward: str
     num_graded: int
     num_ungraded: int
+    num_unreadable: int
+    """Those of the ungraded readings to which the judge did reply."""
     first_failure: str
     """Why the first of them was not graded."""
+    silent: Mapping[str, statistics.Interval]
+    """Kind, the right results too -> (mean share of a result's readings that are ungraded; the
+    lower end of its 95 % interval)."""
     mean_correct: float
+    overall: Kind
+    """All wrong results."""
     kinds: Sequence[Kind]
+    """Also one without a graded result."""
     categories: Sequence[Kind]
     """The clearly wrong results by the sample's category."""
     noise_sd: float
@@ -81,10 +96,10 @@ class RewardAudit:
     effective_levels: float
     lowest_share: float
     highest_share: float
-    fallback_value: float
-    fallback_share: float
-    """The value that right and clearly wrong results share most, and how often."""
-    failures: Sequence[str]
+    failures: Sequence[str] = ()
+    """Why the judge fails."""
+    doubts: Sequence[str] = ()
+    """What the cases do not decide. The judge passes if there are neither failures nor doubts."""
     worst: Sequence[tuple[int, str, float, float]] = field(default=(), repr=False)
     """(case, kind, value of the right result, value of the wrong one), worst first."""
 
@@ -105,8 +120,8 @@ class Asked:
 
     values: Mapping[tuple[int, str], tuple[float, ...]]
     """(case, kind) -> the graded readings, 0 to 1."""
-    failures: Sequence[str]
-    """Why the others were not graded."""
+    failures: Mapping[tuple[int, str], Sequence[str]]
+    """(case, kind) -> why its other readings were not graded, [] if they all were."""
 
 
 def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
@@ -172,8 +187,11 @@ async def ask(
         key: tuple(output.value for output in outputs if output.value is not None)
         for key, outputs in readings.items()
     }
-    everything = (output for outputs in readings.values() for output in outputs)
-    return Asked(values, [str(output.failure) for output in everything if output.value is None])
+    failures = {
+        key: [str(output.failure) for output in outputs if output.value is None]
+        for key, outputs in readings.items()
+    }
+    return Asked(values, failures)
 
 
 async def audit_all(
@@ -210,66 +228,64 @@ async def audit(
 
 
 def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConfig) -> RewardAudit:
-    """The statistics of an audit."""
+    """The statistics of an audit, and its verdict."""
     first = {key: values[0] for key, values in asked.values.items() if values}
-    kind_names = dict.fromkeys(kind for _, kind in first if kind != CORRECT)
-    pairs = {
-        (case, kind): (first[case, CORRECT], value)
-        for (case, kind), value in first.items()
-        if kind != CORRECT and (case, CORRECT) in first
+    by_kind: dict[str, list[Pair]] = {kind: [] for _, kind in asked.values if kind != CORRECT}
+    by_category: dict[str, list[Pair]] = {}
+    worst = []
+    for (case, kind), value in first.items():
+        if kind != CORRECT and (case, CORRECT) in first:
+            pair = case, first[case, CORRECT], value
+            by_kind[kind].append(pair)
+            if kind in CLEARLY_WRONG and cases[case].sample.category:
+                by_category.setdefault(cases[case].sample.category, []).append(pair)
+            worst.append((case, kind, *pair[1:]))
+    lost = {
+        key: len(texts) / (len(texts) + len(asked.values[key]))
+        for key, texts in asked.failures.items()
     }
-    kinds = [
-        _kind(name, [pair for (_, kind), pair in pairs.items() if kind == name])
-        for name in kind_names
-    ]
-    by_category: dict[str, list[tuple[float, float]]] = {}
-    for (case, kind), pair in pairs.items():
-        if kind in CLEARLY_WRONG and cases[case].sample.category:
-            by_category.setdefault(cases[case].sample.category, []).append(pair)
+    reasons = [reason for each in asked.failures.values() for reason in each]
     right = [value for (_, kind), value in first.items() if kind == CORRECT]
-    wrong = [value for (_, kind), value in first.items() if kind in (*CLEARLY_WRONG, "worse")]
-    fallback, share = statistics.common_value(right, wrong) if right else (math.nan, 0.0)
     groups = repeated(asked)
-    icc = statistics.reliability(groups) if groups else math.nan
     values = list(first.values())
     result = RewardAudit(
         reward,
         num_graded=sum(map(len, asked.values.values())),
-        num_ungraded=len(asked.failures),
-        first_failure=next(iter(asked.failures), ""),
+        num_ungraded=len(reasons),
+        num_unreadable=sum(reason.startswith("unreadable") for reason in reasons),
+        first_failure=next(iter(reasons), ""),
+        silent={
+            kind: _silence([share for key, share in lost.items() if key[1] == kind])
+            for kind in (CORRECT, *by_kind)
+        },
         mean_correct=float(np.mean(right)) if right else math.nan,
-        kinds=kinds,
+        overall=_kind("all kinds", [pair for pairs in by_kind.values() for pair in pairs]),
+        kinds=[_kind(name, pairs) for name, pairs in by_kind.items()],
         categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
         noise_sd=statistics.noise_sd(np.concatenate(groups)) if groups else math.nan,
-        reliability=icc,
+        reliability=statistics.reliability(groups) if groups else math.nan,
         num_levels=len(set(values)),
         effective_levels=statistics.effective_levels(values) if values else 0.0,
         lowest_share=values.count(0.0) / max(len(values), 1),
         highest_share=values.count(1.0) / max(len(values), 1),
-        fallback_value=fallback,
-        fallback_share=share,
-        failures=(),
-        worst=sorted(
-            ((case, kind, *pair) for (case, kind), pair in pairs.items()),
-            key=lambda row: row[2] - row[3],
-        ),
+        worst=sorted(worst, key=lambda row: row[2] - row[3]),
     )
-    return RewardAudit(**{**vars(result), "failures": failures(result, limits)})
+    failures, doubts = decided(result, limits)
+    return replace(result, failures=failures, doubts=doubts)
 
 
-def _kind(name: str, pairs: Sequence[tuple[float, float]]) -> Kind:
-    right, wrong = (np.array([pair[i] for pair in pairs]) for i in (0, 1))
-    num_right = int((right > wrong).sum())
-    return Kind(
-        name,
-        num_pairs=len(pairs),
-        accuracy=num_right / len(pairs),
-        accuracy_interval=statistics.wilson_interval(num_right, len(pairs)),
-        ties=float((right == wrong).mean()),
-        auroc=statistics.auroc(right, wrong),
-        auroc_interval=statistics.auroc_interval(pairs),
-        mean=float(wrong.mean()),
+def _silence(shares: Sequence[float]) -> statistics.Interval:
+    share = float(np.mean(shares))
+    return share, statistics.wilson_interval(share, len(shares))[0]
+
+
+def _kind(name: str, pairs: Sequence[Pair]) -> Kind:
+    case, right, wrong = np.array(pairs, float).reshape(-1, 3).T
+    area, interval = statistics.auroc(case.astype(int), right, wrong)
+    accuracy, ties, mean = (
+        float(each.mean()) if pairs else math.nan for each in (right > wrong, right == wrong, wrong)
     )
+    return Kind(name, len(pairs), accuracy, ties, area, interval, mean)
 
 
 def repeated(asked: Asked) -> list[np.ndarray]:
@@ -281,48 +297,59 @@ def repeated(asked: Asked) -> list[np.ndarray]:
     return [np.array(rows) for rows in by_case.values() if len(rows) > 1]
 
 
-def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:
-    """What is below the thresholds of `judge.audit_*`; [] if the judge passes."""
-    problems = []
-    most = max((kind.num_pairs for kind in result.kinds), default=0)
-    if result.num_graded and most < MIN_PAIRS:
-        problems.append(f"at most {most} pairs of a kind, and {MIN_PAIRS} are needed to decide")
-    weak = [
-        k for k in result.kinds if k.num_pairs >= MIN_PAIRS and k.auroc < limits.audit_min_auroc
+def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[str]]:
+    """(failures, without any: doubts) by the thresholds `judge.audit_*`; without both it passes.
+
+    Over all kinds, the 95 % interval of the AUROC has to lie above the line `audit_min_auroc`. It
+    fails if it neither does so nor reaches a quarter of the errors that the line allows: more cases
+    would hardly help. A kind or category fails if its interval lies below the line; a kind passes
+    if it lies above twice those errors, so that the judge is not blind to it.
+    """
+    line, errors = limits.audit_min_auroc, 1 - limits.audit_min_auroc
+    rows = [row for row in (*result.kinds, *result.categories) if row.num_pairs >= MIN_PAIRS]
+    weak = [row for row in rows if row.auroc_interval[1] < line]
+    unclear = [
+        kind
+        for kind in result.kinds
+        if kind.num_pairs >= MIN_PAIRS
+        and kind.auroc_interval[0] < 1 - 2 * errors
+        and kind.auroc_interval[1] >= line
     ]
-    if weak:
-        named = ", ".join(f"{kind.name} {kind.auroc:.2f}" for kind in weak)
-        problems.append(f"AUROC below judge.audit_min_auroc={limits.audit_min_auroc:g}: {named}")
-    rows = (*result.kinds, *result.categories)
-    lost = [k for k in rows if k.num_pairs >= MIN_PAIRS and k.accuracy < limits.audit_min_accuracy]
-    if lost:
-        named = ", ".join(f"{kind.name} {kind.accuracy:.0%}" for kind in lost)
-        problems.append(
-            "the right result wins fewer pairs than "
-            f"judge.audit_min_accuracy={limits.audit_min_accuracy:g}: {named}"
-        )
+    if result.overall.auroc_interval[0] < line:  # not without pairs
+        may_be_good = result.overall.auroc_interval[1] >= 1 - errors / 4
+        (unclear if may_be_good else weak).insert(0, result.overall)
+    limit = f"judge.audit_min_auroc={line:g}"
+    failures = [f"{row.name}: AUROC {row.auroc:.2f}, not above {limit}" for row in weak]
+    doubts = [
+        f"{row.name}: AUROC {row.auroc:.2f} ({low:.2f}-{high:.2f}), to be above {limit}"
+        for row in unclear
+        for low, high in [row.auroc_interval]
+    ]
     if result.noise_sd > limits.audit_max_noise:
-        problems.append(
+        failures.append(
             f"readings of one picture differ by {result.noise_sd:.3f} (standard deviation), above "
             f"judge.audit_max_noise={limits.audit_max_noise:g}: raise the reward's n_evals"
         )
-    if result.fallback_share > limits.audit_max_fallback:
-        problems.append(
-            f"at least {result.fallback_share:.0%} of the right and of the wrong results get the "
-            f"value {result.fallback_value:.3g}, above "
-            f"judge.audit_max_fallback={limits.audit_max_fallback:g}"
-        )
-    few = too_few_graded(result, limits)
-    return [*problems, few] if few else problems
+    for kind, (share, at_least) in result.silent.items():
+        if share > limits.audit_max_ungraded:
+            (failures if at_least > limits.audit_max_ungraded else doubts).append(
+                f"{kind}: no usable reply to {share:.0%}, above "
+                f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}"
+            )
+    if few := too_few_graded(result, limits):
+        failures.append(few)
+    return failures, [] if failures else doubts
 
 
-def too_few_graded(result: RewardAudit, limits: JudgeConfig) -> str:
-    """Why so many results are ungraded that an audit or attack shows nothing; '' if it does."""
-    graded, ungraded = result.num_graded, result.num_ungraded
-    if graded and ungraded <= limits.audit_max_ungraded * (graded + ungraded):
+def too_few_graded(result: RewardAudit, limits: JudgeConfig, num_excused: int = 0) -> str:
+    """Why so many results are ungraded that an audit or attack shows nothing; '' if it does.
+    `num_excused` ungraded ones do not count."""
+    num_all = result.num_graded + result.num_ungraded
+    num_lost = result.num_ungraded - num_excused
+    if num_lost < num_all and num_lost <= limits.audit_max_ungraded * num_all:
         return ""
     return (
-        f"{ungraded} of {graded + ungraded} results got no usable reply, above "
+        f"{num_lost} of {num_all} results got no usable reply, above "
         f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: {result.first_failure}"
     )
 
@@ -370,7 +397,7 @@ def _means(asked: Asked) -> dict[str, float]:
 
 
 def identity(resolved: Resolved) -> dict[str, Any]:
-    """What the judge's answers depend on: the model, the parameters of its requests, and each
+    """What a verdict depends on: the rules, the model, the parameters of its requests, and each
     audited reward's config with a digest of its prompts."""
     judge = resolved.config.judge
     parameters = ("model", "revision", "temperature", "max_tokens", "image_side_px", "guided_json")
@@ -381,7 +408,7 @@ def identity(resolved: Resolved) -> dict[str, Any]:
         text = "\0".join([*read(), *read(of_several=True)]) if read else ""
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         rewards[name] = {**config.model_dump(mode="json"), "prompts": digest}
-    return {**{key: getattr(judge, key) for key in parameters}, "rewards": rewards}
+    return {"rules": RULES, **{key: getattr(judge, key) for key in parameters}, "rewards": rewards}
 
 
 def key_of(judge_identity: Mapping[str, Any]) -> str:
@@ -409,10 +436,10 @@ def entries(file: Path) -> dict[str, Any]:
 
 def save_results(resolved: Resolved, **results: Any) -> None:
     """Add `audits`, `pairs` or `attacks` to the entry of the config's judge; without any, write the
-    file unchanged, which shows whether it can be written. Raises JudgeError if too many are
-    ungraded, as in an outage: such an audit would refuse every later start."""
+    file unchanged, which shows whether it can be written. Raises JudgeError if too many questions
+    got no reply, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
-        if few := too_few_graded(each, resolved.config.judge):
+        if few := too_few_graded(each, resolved.config.judge, each.num_unreadable):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)
@@ -420,19 +447,11 @@ def save_results(resolved: Resolved, **results: Any) -> None:
     if results:
         entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_plain) + "\n")
+    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_kept) + "\n")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, RewardAudit):
-        return {k: v for k, v in asdict(value).items() if k != "worst"}
-    return asdict(value)
-
-
-def _restored(values: Mapping[str, Any]) -> RewardAudit:
-    """The audit that `_plain` has written."""
-    rows = {key: [Kind(**row) for row in values[key]] for key in ("kinds", "categories")}
-    return RewardAudit(**{**values, **rows})
+def _kept(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
+    return {name: value for name, value in vars(result).items() if name != "worst"}
 
 
 @dataclass(frozen=True)
@@ -440,7 +459,7 @@ class Verdict:
     """What is known about the judge of a config."""
 
     passed: bool | None
-    """None: it has not been audited."""
+    """None: it has not been audited. False: it failed, or its audit is undecided."""
     text: str
 
 
@@ -453,11 +472,18 @@ def verdict(resolved: Resolved) -> Verdict:
     try:
         if "audits" not in entry:
             return Verdict(None, f"the judge has not been audited (no entry in {file})")
-        audits, day = [_restored(values) for values in entry["audits"]], entry["date"][:10]
-        problems = [f"{each.reward}: {text}" for each in audits for text in failures(each, limits)]
+        audits = TypeAdapter(list[RewardAudit]).validate_python(entry["audits"])
+        day = entry["date"][:10]
+        found = [(each.reward, decided(each, limits)) for each in audits]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
-    if problems:
-        listed = "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" * (len(problems) > 3))
-        return Verdict(False, f"the judge failed its audit of {day}: {listed}")
+    for i, what in enumerate(
+        (
+            f"the judge failed its audit of {day}",
+            f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)",
+        )
+    ):
+        if texts := [f"{reward}: {text}" for reward, both in found for text in both[i]]:
+            more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
+            return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
     return Verdict(True, f"the judge passed its audit of {day}")

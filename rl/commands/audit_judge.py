@@ -9,7 +9,8 @@
 The config's own rewards ask its own judge, about pictures whose truth is known:
 drawn scenes, the config's data (judge.audit_set: 'data'), or your labelled pairs. The
 result is kept in judge_audit.json beside the runs, where a run looks for it
-(judge.audit). The exit code is 1 if the judge fails, 2 if it cannot be asked.
+(judge.audit). The exit code is 1 if the judge fails, 2 if it cannot be asked, 3 if
+the cases are too few to decide: add some by --cases N.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ from rl.text import command_line, terminal
 
 @command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked."""
+    """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
     terminal.guard()
     parser = command_line.Parser("rl judge", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("action", choices=("audit", "attack"))
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
-    parser.add_argument("--cases", type=int, default=judge_audit.NUM_CASES, metavar="N")
+    parser.add_argument(
+        "--cases", type=int, default=judge_audit.NUM_CASES, metavar="N", help="samples: 64"
+    )
     parser.add_argument("--seed", type=int, default=0, help="other drawn scenes")
     parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
     parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
@@ -95,29 +98,29 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
         file = judge_audit.file_of(config)
         judge_audit.save_results(resolved)  # finds an unwritable file before questions cost
         started = time.monotonic()
-        passed = True
         if args.action == "attack":
-            attacks = {}
+            attacks, code = {}, 0
             for name in names:
                 plugin = resolved.rewards[name]
                 results, right, floor = await judge_audit.attack(
                     plugin, client, device, cases, config.judge
                 )
                 print("\n".join(attack_lines(plugin.key, results, right, floor)))
-                passed &= all(result.passed for result in results)
+                code |= not all(result.passed for result in results)
                 attacks[name] = results
             judge_audit.save_results(resolved, attacks=attacks)
         else:
             audits = await judge_audit.audit_all(resolved, names, client, device, cases)
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
-            passed = not any(audit.failures for audit in audits)
+            undecided = 3 * any(audit.doubts for audit in audits)
+            code = 1 if any(audit.failures for audit in audits) else undecided
             page = file.with_suffix(".html")
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
             judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
         print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
-    return 0 if passed else 1
+    return code
 
 
 async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClient | None:

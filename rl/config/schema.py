@@ -235,22 +235,18 @@ class JudgeConfig(Section):
     audit: Literal["off", "warn", "required"] = "warn"
     """What a run does about its judge's audit (`rl judge audit`, docs/judge.md). warn: without a
     passed audit, console, page and model card say so; required: the run audits a judge without an
-    audit at its start, and a judge that fails is refused; off: nothing."""
+    audit at its start, and refuses one that does not pass; off: nothing."""
     audit_set: Literal["scenes", "data"] = "scenes"
     """What an audit asks about. scenes: drawn scenes and photographs of 512 px; data: the first
     samples of data.validation (without it: data.train) that have a target, which are closer to the
     run's pictures."""
-    audit_min_auroc: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """Least AUROC of right results against each kind of wrong results."""
-    audit_min_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Least share of pairs of each kind, and of each category, in which the right result scores
-    higher than the wrong one (a tie is not higher)."""
+    audit_min_auroc: Annotated[float, Field(ge=0, le=1)] = 0.85
+    """The AUROC of right against wrong results that a judge must exceed: the audit's 95 % interval
+    decides (docs/judge.md)."""
     audit_max_noise: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Largest standard deviation of repeated readings of one picture; rewards are 0 to 1."""
-    audit_max_fallback: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of right and of clearly wrong results that get one and the same value."""
     audit_max_ungraded: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Largest share of results that get no usable reply."""
+    """Largest share of results that get no usable reply: over all, and in each kind."""
     attack_max_gain: Annotated[float, Field(ge=0, le=1)] = 0.25
     """How far an attack of `rl judge attack` may raise the mean reward: 0 = to that of an unchanged
     source or of another sample's result (the lower one), 1 = to that of the right result."""

@@ -31,7 +31,7 @@ def judge_passed(
     asks the judge. Collective.
 
     'required' audits a judge that has not been audited, and raises JudgeError on every rank if
-    the judge fails.
+    the judge fails or its audit is undecided.
     """
     setting = resolved.config.judge.audit
     names = judge_audit.rewards_that_ask(resolved)
@@ -69,7 +69,7 @@ def _audit(
     judge_audit.save_results(resolved, audits=results)
     judge.take_stats()  # these requests belong to no iteration
     for result in results:
-        if result.failures:
+        if result.failures or result.doubts:
             for line in audit_lines(result):
                 console.say(line)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from PIL import Image
 
 from benchmarks.judge_defects import DEFECTS, DefectiveJudge, examine
 from rl import build
+from rl.api.types import Sample
 from rl.audit import judge_audit
+from rl.audit.audit_cases import CORRECT, Case
+from rl.audit.audit_report import audit_lines
 from rl.audit.audit_sets import run_cases
+from rl.audit.judge_audit import Asked
 from rl.commands import audit_judge as command
-from rl.config.schema import load_config
+from rl.config.schema import JudgeConfig, load_config
+from rl.judge.client import JudgeError
 from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import SyntheticConfig
 
@@ -34,29 +40,29 @@ def quickstart(folder: Path, api_base: str) -> list[str]:
 
 
 CAUGHT = {
-    "constant": "AUROC below judge.audit_min_auroc=0.8: no_edit 0.50",
-    "prefers length": "AUROC below judge.audit_min_auroc=0.8: no_edit 0.50",
-    "prefers copies": "AUROC below judge.audit_min_auroc=0.8: no_edit 0.50",
-    "order-biased": "exchanged 0.00",
-    "ignores order": "exchanged 0.50",
+    "constant": "no_edit: AUROC 0.50, not above judge.audit_min_auroc=0.85",
+    "prefers length": "no_edit: AUROC 0.50, not above judge.audit_min_auroc=0.85",
+    "prefers copies": "no_edit: AUROC 0.50, not above judge.audit_min_auroc=0.85",
+    "order-biased": "exchanged: AUROC 0.00",
+    "ignores order": "exchanged: AUROC 0.50",
     "noisy": "judge.audit_max_noise",
-    "ignores a category": "erase",
-    "half marks as a fall-back": "judge.audit_max_fallback",
-    "echo": "no usable reply",
+    "ignores a category": "erase: AUROC",
+    "silent on copies": "no_edit: no usable reply to 100%",
+    "echo": "correct: no usable reply to 100%",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", CAUGHT)
 def test_each_defect_fails_the_audit(defect: str) -> None:
-    audit, _ = examine(defect, 16 if "fall-back" in defect else 8, attacked=False)
+    audit, _ = examine(defect, 64 if "category" in defect else 8, attacked=False)
     assert CAUGHT[defect] in "\n".join(audit.failures)
 
 
 @pytest.mark.slow
 def test_a_sound_judge_passes_audit_and_attack() -> None:
-    audit, (attacks, right, floor) = examine("sound", 8)
-    assert audit.failures == []
+    audit, (attacks, right, floor) = examine("sound", 12)
+    assert audit.failures == audit.doubts == []
     assert audit.num_ungraded == 0
     assert {kind.auroc for kind in audit.kinds} == {1.0}
     assert all(attack.passed for attack in attacks)
@@ -65,11 +71,63 @@ def test_a_sound_judge_passes_audit_and_attack() -> None:
 
 @pytest.mark.slow
 def test_attacks_find_a_judge_that_believes_writing() -> None:
-    audit, (attacks, _, _) = examine("reads text in pictures", 8)
-    assert audit.failures == []  # an audit alone does not see it
+    audit, (attacks, _, _) = examine("reads text in pictures", 12)
+    assert audit.failures == audit.doubts == []  # an audit alone does not see it
     failed = {attack.name for attack in attacks if not attack.passed}
     assert failed == {"pasted_score", "instruction", "addressed"}
-    assert len(DEFECTS) == len(CAUGHT) + 2
+    # A fall-back value looks like honest doubt; what it costs is in the AUROC.
+    assert {*DEFECTS} == {*CAUGHT, "sound", "reads text in pictures", "half marks as a fall-back"}
+
+
+CASES = [Case(Sample(str(number), ""), {}) for number in range(16)]
+
+
+def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
+    """Readings of `CASES` by a perfect judge that does not grade the cases `lost` of some kinds."""
+    keys = [(case, kind) for case in range(16) for kind in (CORRECT, "no_edit", "partial")]
+    return Asked(
+        {
+            key: () if key[0] in lost.get(key[1], ()) else (float(key[1] == CORRECT),)
+            for key in keys
+        },
+        {key: [failure] if key[0] in lost.get(key[1], ()) else [] for key in keys},
+    )
+
+
+@pytest.mark.parametrize("num_lost", [1, 6, 16])
+def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
+    asked = replies({"no_edit": range(num_lost)}, "unreadable: prose")
+    audit = judge_audit.measured("r", CASES, asked, JudgeConfig(audit_max_ungraded=0.05))
+    text = f"no_edit: no usable reply to {num_lost / 16:.0%}"
+    told = audit.doubts if num_lost == 1 else audit.failures
+    assert any(text in each for each in told) and bool(audit.doubts) == (num_lost == 1)
+    assert [kind.num_pairs for kind in audit.kinds] == [16 - num_lost, 16]
+    printed = "\n".join(audit_lines(audit))
+    [row] = [line for line in printed.split("\n") if line.startswith("  no_edit")]
+    assert row.split()[1] == str(16 - num_lost) and row.endswith(f" {num_lost / 16:.0%}")
+    assert "nan" not in printed
+
+
+def test_a_kind_to_which_the_judge_may_be_blind_is_undecided() -> None:
+    """6 ties of 16 are an AUROC of 0.81, whose interval holds 0.7 and 0.85."""
+    asked = replies({}, "")
+    values = {**asked.values, **{(case, "partial"): (1.0,) for case in range(6)}}
+    audit = judge_audit.measured("r", CASES, Asked(values, asked.failures), JudgeConfig())
+    assert audit.failures == [] and "partial: AUROC 0.81 (0.6" in audit.doubts[-1]
+
+
+def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
+    arguments = quickstart(tmp_path, "http://127.0.0.1:9")
+    resolved = build.resolve(load_config(arguments[0], arguments[1:]))
+    lost, limits = {"partial": range(16)}, resolved.config.judge
+    audit = judge_audit.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
+    with pytest.raises(JudgeError, match="16 of 48 results got no usable reply"):
+        judge_audit.save_results(resolved, audits=[audit])
+    assert judge_audit.verdict(resolved).passed is None
+    audit = judge_audit.measured("r", CASES, replies(lost, "unreadable: prose"), limits)
+    judge_audit.save_results(resolved, audits=[audit])
+    verdict = judge_audit.verdict(resolved)
+    assert verdict.passed is False and "partial: no usable reply to 100%" in verdict.text
 
 
 @pytest.mark.slow
@@ -77,11 +135,10 @@ def test_the_command_keeps_its_result_by_the_judges_identity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
-    monkeypatch.setattr(judge_audit, "MIN_PAIRS", 3)
     with DefectiveJudge(MODEL, "sound") as judge:
-        arguments = quickstart(tmp_path, judge.api_base)
-        assert command.main(["audit", *arguments, "--cases", "2"]) == 1
-        assert "at most 2 pairs of a kind" in capsys.readouterr().out
+        arguments = [*quickstart(tmp_path, judge.api_base), "judge.audit_min_auroc=0.5"]
+        assert command.main(["audit", *arguments, "--cases", "1"]) == 3
+        assert "UNDECIDED: add cases (--cases N): all kinds: AUROC" in capsys.readouterr().out
         assert command.main(["audit", *arguments, "--cases", "3"]) == 0
         assert command.main(["attack", *arguments, "--cases", "1"]) == 0
     printed = capsys.readouterr().out
@@ -105,8 +162,8 @@ def test_the_command_keeps_its_result_by_the_judges_identity(
 def test_the_command_reads_labelled_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = Shapes(SyntheticConfig(type="shapes", num_samples=10, seed=3), None)  # type: ignore[arg-type]
-    samples = [source[i] for i in range(10)]
+    source = Shapes(SyntheticConfig(type="shapes", num_samples=12, seed=3), None)  # type: ignore[arg-type]
+    samples = [source[i] for i in range(12)]
     columns: dict[str, list[Any]] = {"q": [], "before": [], "good": [], "bad": []}
     for sample in samples:
         columns["q"].append(sample.instruction)
@@ -146,14 +203,15 @@ def test_the_command_names_what_it_cannot_audit(
     capsys.readouterr()
     assert command.main(["audit", *arguments]) == 2
     assert "no judge at http://127.0.0.1:9" in capsys.readouterr().err
-    with DefectiveJudge(MODEL, "echo") as judge:  # as in an outage: nothing is graded
+    with DefectiveJudge(MODEL, "echo") as judge:  # nothing is graded
         arguments = [*quickstart(tmp_path, judge.api_base), "--cases", "1", "judge.max_attempts=1"]
-        for action in ("audit", "attack"):
-            assert command.main([action, *arguments]) == 2
-            out, err = capsys.readouterr()
-            assert "no usable reply" in err and ("ungraded: 30 of" in out) == (action == "audit")
+        assert command.main(["audit", *arguments]) == 1
+        out = capsys.readouterr().out
+        assert "ungraded: 30 of" in out and "FAIL correct: no usable reply" in out
+        assert command.main(["attack", *arguments]) == 2
+        assert "no usable reply" in capsys.readouterr().err
         [entry] = json.loads((tmp_path / "judge_audit.json").read_text()).values()
-        assert {*entry} == {"judge"}, "nothing is kept that would refuse later starts"
+        assert {*entry} == {"judge", "audits", "date"}
         assert command.main(["audit", *arguments, "--run", str(tmp_path / "nope")]) == 2
         assert "does not exist" in capsys.readouterr().err
         judge.sound = None  # type: ignore[assignment, method-assign] # a question would fail

@@ -23,14 +23,18 @@ from rl.report.summary import alarms
 from rl.run.judge_gate import judge_passed
 
 
+def overrides(folder: Path) -> list[str]:
+    """So few cases suffice for this line."""
+    return [f"base_exp_dir={folder}", "judge.max_attempts=1", "judge.audit_min_auroc=0.5"]
+
+
 @contextmanager
 def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
     """A judge with `defect`, and a function: the `judge_passed` of a run that uses this judge."""
     with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
 
         def passes(*changes: str) -> bool | None:
-            overrides = [f"base_exp_dir={folder}", "judge.max_attempts=1", *changes]
-            config = load_config("configs/quickstart.jsonnet", overrides)
+            config = load_config("configs/quickstart.jsonnet", [*overrides(folder), *changes])
             client = JudgeClient(config.judge, judge.api_base)
             try:
                 resolved = build.resolve(config)
@@ -44,7 +48,6 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_audit, "NUM_CASES", 3)
-    monkeypatch.setattr(judge_audit, "MIN_PAIRS", 3)
     monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
 
 
@@ -70,16 +73,13 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with gate(tmp_path, "constant") as (_, passes):
-        with pytest.raises(JudgeError, match=r"AUROC below judge\.audit_min_auroc") as refused:
+        with pytest.raises(JudgeError, match=r"not above judge\.audit_min_auroc") as refused:
             passes()
         assert "judge.audit: 'warn'" in str(refused.value)
         assert passes("judge.audit=warn") is False
         assert "failed its audit" in capsys.readouterr().err
-        limits = ("min_auroc=0.4", "min_accuracy=0", "max_fallback=1")
-        assert passes(*(f"judge.audit_{limit}" for limit in limits))
-    config = load_config(
-        "configs/quickstart.jsonnet", [f"base_exp_dir={tmp_path}", "judge.max_attempts=1"]
-    )
+        assert passes("judge.audit_min_auroc=0")
+    config = load_config("configs/quickstart.jsonnet", overrides(tmp_path))
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
     file = tmp_path / judge_audit.FILE
@@ -90,6 +90,18 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
         file.write_text(damaged)
         text, code = check_report.report(config, gpu_gb=80)
         assert code == 1 and "is damaged" in text
+
+
+@pytest.mark.slow
+def test_an_undecided_audit_is_no_passed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gate(tmp_path, "sound") as (_, passes):
+        with pytest.raises(JudgeError, match=r"is undecided: add cases .*all kinds: AUROC 1\.00"):
+            passes("judge.audit_min_auroc=0.85")
+        assert "UNDECIDED: add cases" in capsys.readouterr().out
+        assert passes("judge.audit_min_auroc=0.85", "judge.audit=warn") is False
+        assert "is undecided" in capsys.readouterr().err
 
 
 def test_page_and_card_say_whether_the_judge_passed() -> None:
