@@ -59,7 +59,7 @@ def main() -> None:
         _write_note(note, ended_ns=time.time_ns(), reason=reason)
         exit_codes.append(code)
         raise
-    except Exception as error:
+    except BaseException as error:  # a plugin may raise KeyboardInterrupt or GeneratorExit, too
         trace = _own_traceback(error)
         text = error_messages.sentence(error)
         _write_note(
@@ -96,7 +96,7 @@ def _write_note(note: Path, **row: Any) -> None:
         temporary.replace(note)
 
 
-def _own_traceback(error: Exception) -> str:
+def _own_traceback(error: BaseException) -> str:
     frame = error.__traceback__
     while frame and (
         "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__

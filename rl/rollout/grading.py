@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from dataclasses import replace
 from typing import Any
 
-from rl.api.find import PLUGIN_ERRORS, described
+from rl.api.find import described
 from rl.api.plugin import brief
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
@@ -47,10 +47,10 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
         else:
             scores_G = [await _call(name, method, inputs[0])]
         outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
-    except JudgeError:
-        raise
-    except PLUGIN_ERRORS as error:
-        if is_lost_device(error):
+    except BaseException as error:  # a real KeyboardInterrupt reaches only the main thread
+        task = asyncio.current_task()
+        is_cancelled = task is not None and task.cancelling() > 0
+        if isinstance(error, JudgeError) or is_lost_device(error) or is_cancelled:
             raise
         text = "".join(traceback.format_exception(error))
         failure = f"raised {described(error, method)}"
@@ -62,10 +62,23 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
 async def _call(name: str, method: Callable[..., Any | Awaitable[Any]], argument: object) -> Any:
     """Run a coroutine function on this event loop, a plain function (it may block) in a thread."""
     is_async = inspect.iscoroutinefunction(method)
-    result = method(argument) if is_async else await asyncio.to_thread(method, argument)
+    if is_async:
+        result = method(argument)
+    else:
+        result = await asyncio.to_thread(_without_stop, method, argument)
     if inspect.iscoroutine(result):
         return await _TimedCoroutine(name, result)
     return await result if inspect.isawaitable(result) else result
+
+
+def _without_stop(method: Callable[..., Any], argument: object) -> Any:
+    """`method(argument)`; a StopIteration, which no future can hold, becomes a RuntimeError, as in
+    a coroutine."""
+    try:
+        return method(argument)
+    except StopIteration as error:
+        text = "a bare next(...) found nothing: StopIteration"
+        raise RuntimeError(text).with_traceback(error.__traceback__) from error
 
 
 class _TimedCoroutine:

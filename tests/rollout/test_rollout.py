@@ -376,6 +376,29 @@ def raises(reward_input: RewardInput) -> float:
     return 0.25
 
 
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration(), KeyboardInterrupt(), SystemExit(0), GeneratorExit(), MemoryError(),
+     asyncio.CancelledError()],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_reward_raises_leaves_its_picture_ungraded(
+    context: RolloutContext, error: BaseException, is_async: bool
+) -> None:
+    def plain(reward_input: RewardInput) -> float:
+        raise error
+
+    async def waiting(reward_input: RewardInput) -> float:
+        await asyncio.sleep(0)
+        raise error
+
+    odd = Graded(waiting if is_async else plain)
+    [episode] = roll(replace(context, rewards={"odd": odd}), word("a"))
+    assert episode.status is Status.UNGRADED
+    assert holds(episode.failure, f"odd: raised ... {type(error).__name__}")
+
+
 def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutContext) -> None:
     rewards = {"level": Level(), "mine": Graded(raises)}
     good, bad = roll(replace(context, rewards=rewards), word("a"), word("r"))
