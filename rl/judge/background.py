@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 10.0
+POLL_S = 0.5
+
+
+class StoppedError(Exception):
+    """The process was asked to stop before the coroutine ended."""
 
 
 class BackgroundLoop:
@@ -31,6 +36,15 @@ class BackgroundLoop:
             coro.close()
             raise RuntimeError("this BackgroundLoop is closed: submit before close()")
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def run(self, coro: Coroutine[Any, Any, T], should_stop: Callable[[], bool]) -> T:
+        """The result of `coro`. Raises StoppedError, and cancels it, once `should_stop()` holds."""
+        future = self.submit(coro)
+        while not wait([future], timeout=POLL_S).done:
+            if should_stop():
+                future.cancel()
+                raise StoppedError
+        return future.result()
 
     def close(self) -> None:
         """Cancel all coroutines, wait at most `JOIN_TIMEOUT_S` for them, and stop the thread. Does

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,11 +18,14 @@ from rl.console.console import warn
 from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
+from rl.judge.guard import GRACE_S
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.text.scrub import environment_without
 from rl.text.untrusted import excerpt
 
 POLL_S = 0.05
+COMPLETE_S = 1.0
+"""A URL without a line end counts after so long without a change of its file."""
 LOG_END_BYTES = 2000
 """How much of the end of the log is read to find the last line of a failed judge."""
 SHOWN_CHARS = 400
@@ -124,12 +128,15 @@ class StartedJudge:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
 
     def _first_line(self) -> str | None:
-        """First line of the URL file; None while it is incomplete and may hold half a port."""
+        """First line of the URL file; None while it may hold half a port: it has no line end, and
+        was written a moment ago."""
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:
             line = file.readline(MAX_FILE_BYTES)
-        return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
+            age_s = time.time() - os.fstat(file.fileno()).st_mtime
+        is_whole = line.endswith(b"\n") or (line.strip() and age_s > COMPLETE_S)
+        return line.decode("utf-8", "replace").strip() if is_whole else None
 
     def _raise_if_ended(self) -> None:
         code = self._guard.poll()
@@ -153,7 +160,12 @@ class StartedJudge:
         if self._has_answered and self._guard.poll() is not None:
             warn(f"the judge ended before the run did; its output: {self._log}")
         self._guard.terminate()
-        self._guard.wait()
+        self._guard.send_signal(signal.SIGCONT)  # it may have been stopped
+        try:
+            self._guard.wait(2 * GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()  # Linux then ends the judge
+            self._guard.wait()
         self._url_file.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

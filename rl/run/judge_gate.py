@@ -12,6 +12,7 @@ from rl.config.schema import ConfigError
 from rl.console.console import Console, duration, warn
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 
 REMEDY = (
@@ -65,7 +66,7 @@ def _audit(
     console.say(f"auditing the judge on {len(cases)} samples of known quality")
 
     audits = judge_audit.audit_all(resolved, names, judge, "cpu", cases)
-    results = loop.submit(audits).result()
+    results = loop.run(audits, signals.stop_received)
     judge_audit.save_results(resolved, audits=results)
     judge.take_stats()  # these requests belong to no iteration
     for result in results:

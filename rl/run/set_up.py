@@ -24,7 +24,7 @@ from rl.console.console import Console, PhaseTimer, warn
 from rl.console.group_panel import GroupPanel
 from rl.console.progress import shown_on
 from rl.files.atomic import write_atomically
-from rl.judge.background import BackgroundLoop
+from rl.judge.background import BackgroundLoop, StoppedError
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
@@ -91,10 +91,13 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
         loading_progress.note("waiting for the judge")
-        with heartbeat.phase(WATCHED_ELSEWHERE):
-            judge = _open_judge(resolved, dist, loop, stack, console, sample)
-            passed = judge_passed(resolved, judge, dist, loop, console)
-            second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
+        try:
+            with heartbeat.phase(WATCHED_ELSEWHERE):
+                judge = _open_judge(resolved, dist, loop, stack, console, sample)
+                passed = judge_passed(resolved, judge, dist, loop, console)
+                second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
+        except StoppedError:
+            raise NothingToDoError("asked to stop before the judge had answered") from None
         loading_progress.note("")
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -347,12 +350,13 @@ def _open_judge(
         console.say(f"checking the judge at {', '.join(api_bases)}")
     judge = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
-    reachable = loop.submit(judge.check_health()).result()
+    reachable = loop.run(judge.check_health(), signals.stop_received)
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
     outcome = JudgeCheck()
     if asks:
-        outcome = loop.submit(ask_judge(resolved, reachable, 0.0, sample)).result()
+        question = ask_judge(resolved, reachable, 0.0, sample)
+        outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)
     outcomes = dist.gather((outcome.problems, outcome.dialects))
@@ -390,7 +394,8 @@ def _open_second_judge(
         else:
             api_bases = [*resolve_api_bases(config.api_base)]
         if dist.is_main:
-            outcome = loop.submit(ask_judge(second, api_bases, START_PATIENCE_S, sample)).result()
+            question = ask_judge(second, api_bases, START_PATIENCE_S, sample)
+            outcome = loop.run(question, signals.stop_received)
     except JudgeError as error:  # on every rank: it could not be started
         outcome.problems.append(f"{error}\nIt is not asked until the run is started again.")
     outcome = dist.broadcast(outcome)
@@ -421,7 +426,7 @@ def _start_judge(
     if dist.local_rank == 0:
         started = stack.enter_context(StartedJudge(config, log))
         try:
-            api_base = loop.submit(started.wait_until_ready()).result()
+            api_base = loop.run(started.wait_until_ready(), signals.stop_received)
         except JudgeError as error:
             problem = str(error)
     gathered = dist.gather((api_base, problem))

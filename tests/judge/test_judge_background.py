@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from rl.judge import background
-from rl.judge.background import BackgroundLoop
+from rl.judge.background import BackgroundLoop, StoppedError
 
 
 def test_results_and_errors_reach_the_caller() -> None:
@@ -27,6 +27,23 @@ def test_results_and_errors_reach_the_caller() -> None:
         assert [future.result(5) for future in futures] == [(n, "judge") for n in range(3)]
         with pytest.raises(LookupError, match="here"):
             loop.submit(fail()).result(5)
+
+
+def test_a_wait_ends_at_a_request_to_stop_and_cancels_its_coroutine() -> None:
+    cancelled, stop = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        try:
+            stop.set()
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    with BackgroundLoop() as loop:
+        assert loop.run(asyncio.sleep(0, 7), lambda: False) == 7
+        with pytest.raises(StoppedError):
+            loop.run(endless(), stop.is_set)
+        assert cancelled.wait(60)
 
 
 def test_close_cancels_running_tasks_and_lets_them_clean_up() -> None:

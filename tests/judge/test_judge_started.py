@@ -7,9 +7,11 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -137,15 +139,29 @@ def test_a_judge_that_exits_is_reported_with_its_last_output(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("written", "parts"),
     [
-        ("http://127.0.0.1:1", "'{url_file}' after 1 s (judge.start_timeout_s)\n"),  # no line end
-        ("http://127.0.0.1:1\n", "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)"),
+        ("", "'{url_file}' after 3 s (judge.start_timeout_s)\n"),
+        ("http://127.0.0.1:1", "http://127.0.0.1:1/v1 after 3 s"),  # no line end
+        ("http://127.0.0.1:1\n", "http://127.0.0.1:1/v1 after 3 s (judge.start_timeout_s)"),
         ("here!\n", "judge.start_command ... '{url_file}' ... judge.api_base='here!'"),
     ],
 )
 def test_a_judge_silent_at_its_address_is_reported(written: str, parts: str, tmp_path) -> None:
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
-    message = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
+    message = refusal_of(config_of(*python(script), start_timeout_s=3.0), tmp_path / "log")
     assert holds(message, parts)
+
+
+def test_a_stopped_guard_ends_with_its_judge(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    started = StartedJudge(
+        config_of("{python}", "-c", JUDGE, str(pids), "docile"), tmp_path / "log"
+    )
+    wait_for(pids.is_file)
+    os.kill(started._guard.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    started.close()
+    assert time.monotonic() - began_s < 30
+    wait_for(lambda: all(map(is_gone, json.loads(pids.read_text()))))
 
 
 JUDGE = """
