@@ -23,8 +23,9 @@ from tiny_ranks import held_port
 from rl.api.judge import Answer
 from rl.config.schema import JudgeConfig
 from rl.judge import client as client_module
-from rl.judge.addresses import Addresses
+from rl.judge.addresses import Addresses, Asking
 from rl.judge.client import JudgeClient, JudgeRefused, JudgeUnreachableError
+from rl.judge.http import RequestTrouble
 
 GONE = Fault(reset=True)
 
@@ -166,9 +167,17 @@ def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFix
 
 
 def test_the_breaker_opens_only_on_consecutive_failures() -> None:
-    [breaker] = Addresses(JudgeConfig(breaker_failures=3), ["http://127.0.0.1:1/v1"])
-    for outcome in "ffsff":
-        breaker.failed(0.0) if outcome == "f" else breaker.succeeded()
-    assert not breaker.is_open
-    breaker.failed(0.0)
-    assert breaker.is_open and breaker.num_openings == 1
+    judge = Addresses(JudgeConfig(breaker_failures=3), ["http://127.0.0.1:1/v1"])
+    [breaker] = judge
+
+    async def meet(outcomes: str) -> bool:
+        for outcome in outcomes:
+            if outcome == "f":
+                trouble = RequestTrouble("timeout", "no reply")
+                await breaker.failed(trouble, Asking(pair_question()), time.monotonic())
+            else:
+                breaker.replied()
+        return breaker.is_open
+
+    assert not asyncio.run(meet("ffsff"))
+    assert asyncio.run(meet("f")) and judge.stats.breaker_openings == 1
