@@ -58,6 +58,8 @@ class JudgeStats:
     breaker_openings: int = 0
     throttled: int = 0
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Questions given up: 'transport', or 'unreadable' (`rl.api.types.is_unreadable`)."""
     other_model: int = 0
     """Replies that name a model other than `judge.model`."""
     prompt_tokens: int = 0

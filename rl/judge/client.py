@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
+from rl.api.types import is_unreadable
 from rl.config.schema import JudgeConfig
 from rl.judge.addresses import Address, Addresses, Asking, JudgeStats, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
@@ -193,6 +194,9 @@ class JudgeClient:
                     self._slots.release()
         finally:
             self._addresses.fresh.discard(asking)
+        if failure:
+            kind = "unreadable" if is_unreadable(failure) else "transport"
+            self._addresses.stats.failed[kind] += 1
         seconds = time.monotonic() - started
         return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
 
