@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rl.api.judge import Question
@@ -54,7 +55,6 @@ class JudgeStats:
     """Repeated requests by `RequestTrouble.cause`."""
     latencies_s: list[float] = field(default_factory=list)
     """Time from sending to the answer, s, of each request with an answer below status 500."""
-    max_in_flight: int = 0
     breaker_openings: int = 0
     throttled: int = 0
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
@@ -148,18 +148,17 @@ class Address:
             self._probe_at_s = now_s + self._judge.config.breaker_pause_s
         return is_due
 
-    def works(self) -> None:
-        """Note an answer that shows that the address works; closes the breaker."""
+    def works(self, is_reply: bool = True) -> None:
+        """Note an answer that shows that the address works; closes the breaker. `is_reply`: False
+        if it only asked to wait."""
         if self.is_open:
             log.warning("%s answers again after %.0f s", self._name, self.down_s)
         self.num_failures_in_row, self._probe_at_s = 0, None
         self._worked_at_s = time.monotonic()
+        if is_reply:
+            self._silent_since_s = math.inf
 
-    def replied(self) -> None:
-        self.works()
-        self._silent_since_s = math.inf
-
-    def _failed(self, sent_s: float) -> None:
+    def _is_silent_since(self, sent_s: float) -> None:
         self._silent_since_s = min(self._silent_since_s, max(sent_s, self._worked_at_s))
 
     async def failed(self, trouble: RequestTrouble, asking: Asking, sent_s: float) -> None:
@@ -171,26 +170,26 @@ class Address:
         asking.failing_since_s = min(asking.failing_since_s, sent_s)
         if trouble.retry_after_s:
             self.rests_until = time.monotonic() + trouble.retry_after_s
-        if trouble.asks_to_wait:
-            self._judge.stats.throttled += 1
-            self._failed(sent_s)
+        self._is_silent_since(sent_s)
         if trouble.cause in FROM_A_WORKING_ADDRESS:
-            self.works() if trouble.asks_to_wait else self.replied()
+            self.works(is_reply=not trouble.asks_to_wait)
         elif not trouble.asks_to_wait:
-            self._failed(sent_s)
             self.num_failures_in_row += 1
             if await self._is_to_blame(trouble.cause, asking):
                 self.open(f"failed {self.num_failures_in_row} times in a row")
-        if not (trouble.asks_to_wait or self.is_open):
+        if trouble.asks_to_wait:
+            self._judge.stats.throttled += 1
+        elif not self.is_open:
             asking.num_tries += 1
 
     @property
     def is_unproven(self) -> bool:
-        """Whether it fails and has never replied."""
-        return self.is_failing and self.dialect.proven is None
+        """Whether it only fails and has never replied, so that the next failures may be those of
+        the questions."""
+        return self._is_failing and not self.is_open and self.dialect.proven is None
 
     @property
-    def is_failing(self) -> bool:
+    def _is_failing(self) -> bool:
         return self.num_failures_in_row >= self._judge.config.breaker_failures
 
     async def _is_to_blame(self, cause: str, asking: Asking) -> bool:
@@ -199,12 +198,12 @@ class Address:
         async with self._suspicion:
             is_last = asking.num_tries + 1 >= self._judge.config.max_attempts
             is_alone = is_last and self._worked_at_s < asking.failing_since_s
-            if self.is_open or not (self.is_failing or is_alone):
+            if self.is_open or not (self._is_failing or is_alone):
                 return False
             if cause in SILENCE:
                 return True
             if self.dialect.proven is None:
-                return self.is_failing and not self._judge.fresh
+                return self._is_failing and not self._judge.fresh
             return not await self.probe()
 
     async def probe(self) -> bool:
@@ -212,20 +211,19 @@ class Address:
         request, sent_s = self.dialect.proven, time.monotonic()
         assert request is not None
         body = request.body(self.dialect.without(request))
-        try:
-            answer = await self.exchange("POST", "/chat/completions", body)
-            is_answered = answer.status < 500
-        except RequestTrouble:
-            is_answered = False
-        self.replied() if is_answered else self._failed(sent_s)
-        return is_answered
+        with suppress(RequestTrouble):
+            if (await self.exchange("POST", "/chat/completions", body)).status < 500:
+                self.works()
+                return True
+        self._is_silent_since(sent_s)
+        return False
 
     def open(self, why: str) -> None:
         """Open the breaker, if it is closed. `why`: what the address did, for the log."""
         if self.is_open:
             return
         pause_s = self._judge.config.breaker_pause_s
-        self._failed(time.monotonic())
+        self._is_silent_since(time.monotonic())
         self._probe_at_s = time.monotonic() + pause_s
         self._judge.stats.breaker_openings += 1
         log.warning("%s %s: one probe every %.0f s until it answers", self._name, why, pause_s)
@@ -235,10 +233,8 @@ class Address:
     ) -> HttpAnswer:
         """Send one request; `timeout_s`: None for `judge.timeout_s`. Raises `RequestTrouble` if no
         answer comes."""
-        stats = self._judge.stats
-        stats.requests += 1
+        self._judge.stats.requests += 1
         self.num_in_flight += 1
-        stats.max_in_flight = max(stats.max_in_flight, sum(a.num_in_flight for a in self._judge))
         timeout_s = self._judge.config.timeout_s if timeout_s is None else timeout_s
         try:
             return await self.http.request(method, path, body, timeout_s)
@@ -275,7 +271,10 @@ class Addresses:
     async def let_others_go_first(self, asking: Asking) -> None:
         """Wait while the judge only fails and has never replied: whether it is to blame shows once
         all questions that are being asked were sent."""
-        while asking not in self.fresh and self.fresh and all(a.is_unproven for a in self._all):
+        ends_s = asking.failing_since_s + self.config.max_outage_s
+        while asking not in self.fresh and self.fresh and time.monotonic() < ends_s:
+            if not all(address.is_unproven for address in self._all):
+                return
             await asyncio.sleep(POLL_S)
 
     async def admit(self, asking: Asking) -> Address:
@@ -291,22 +290,19 @@ class Addresses:
             up = [address for address in self._all if not address.is_open]
             waited_s = max(self.down_s, time.monotonic() - asking.failing_since_s)
             is_over = not up and waited_s >= self.config.max_outage_s
-            for address in self._all:
-                is_other = not (up and address in asking.tried)
-                if is_other and (may_probe or not is_over) and address.takes_probe():
-                    may_probe = False
-                    if address.dialect.proven is None or await address.probe():
-                        return address
-                    break
+            others = [a for a in self._all if not up or a not in asking.tried]
+            probed = next(
+                (a for a in others if (may_probe or not is_over) and a.takes_probe()), None
+            )
+            if probed is not None:
+                may_probe = False
+                if probed.dialect.proven is None or await probed.probe():
+                    return probed
+            elif up:
+                return min(up, key=lambda address: address.order_for(asking))
+            elif is_over:
+                raise OutageError(f"no answer for {waited_s:.0f} s")
             else:
-                if up:
-                    now_s = time.monotonic()
-                    tried = asking.tried
-                    return min(
-                        up, key=lambda a: (a in tried, a.rests_until > now_s, a.num_in_flight)
-                    )
-                if is_over:
-                    raise OutageError(f"no answer for {waited_s:.0f} s")
                 await asyncio.sleep(min(POLL_S, self.config.max_outage_s - waited_s))
 
     def pause_s(self, asking: Asking, trouble: RequestTrouble) -> float | None:

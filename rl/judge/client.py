@@ -301,7 +301,7 @@ class JudgeClient:
         except RequestTrouble as trouble:
             await address.failed(trouble, asking, sent_s)
             raise
-        address.replied()
+        address.works()
         address.answered.add(asking.shape)
         address.dialect.proven = request
         self._addresses.stats.prompt_tokens += chat.tokens[0]

@@ -123,6 +123,6 @@ def test_a_question_is_given_up_at_the_limit_even_if_others_are_answered(clock: 
     for _ in range(60):
         assert waiting.pause_s(asking, 10.0) == 10.0
         clock.now_s += 10
-        waiting.address.replied()
+        waiting.address.works()
     assert waiting.pause_s(asking, 10.0) is None
     assert waiting.pause_s(Asking(pair_question()), 10.0) == 10.0, "a new question still waits"
