@@ -40,7 +40,8 @@ class Answer(Generic[T]):
     replies: tuple[str, ...]
     """All raw replies in order, unreadable ones included; one that is too long is truncated."""
     failure: str | None
-    """Begins with a fixed word: timeout, transport, http_<status>, unreadable, refused, outage."""
+    """Begins with a fixed word: timeout, transport, http_<status>, no_reply (a 2xx without a chat
+    completion), outage; about this question: unreadable, refused."""
     attempts: int
     """Requests sent for this question; 0 when all its replies came from the journal."""
     seconds: float

@@ -41,6 +41,12 @@ NO_MARKER = "no marker"
 """`Action.failure` starts with this if the completion stopped without an end-of-thought marker."""
 
 
+def is_unreadable(failure: str | None) -> bool:
+    """Whether a judge's failure is about this picture: no reply could be read (prose, a filter), or
+    the judge refused the question. False for a failure of the transport."""
+    return (failure or "").partition(":")[0] in ("unreadable", "refused")
+
+
 class UnusableSampleError(ValueError):
     """A row or sample that cannot be trained on; the message names it and the remedy."""
 
@@ -252,7 +258,8 @@ class RewardOutput:
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
     failure: str | None = None
-    """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
+    """Why `value` is None, or 0 under judge.unreadable 'lowest'; starts with a short stable word
+    (`timeout: ...`), for counting."""
     seconds: float = 0.0
     """Wall time from request to result, s."""
     traceback: str = ""
@@ -283,6 +290,9 @@ class Episode:
     regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     """Reward -> the regions of `image` that it names; rewards without regions are left out."""
     failure: str | None = None
+    unreadable: bool = False
+    """Whether it is UNGRADED, or has the lowest rating (judge.unreadable), only because the judge's
+    replies about it could not be read."""
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()
     """Final reward of each graded picture of this completion; `reward` is their mean."""

@@ -59,7 +59,7 @@ NOTED = (
     "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
 )  # fmt: skip
 
-VALUES_OF_OLD_RUNS = {"max_staleness": 0, "policy.thought": None}
+VALUES_OF_OLD_RUNS = {"max_staleness": 0, "policy.thought": None, "judge.unreadable": "ungraded"}
 """Key that older checkpoints lack -> the value that describes how those runs trained."""
 
 _ABSENT = "(absent)"

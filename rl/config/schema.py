@@ -229,6 +229,11 @@ class JudgeConfig(Section):
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
     questions back before they are given up as UNGRADED, s."""
+    unreadable: Literal["ungraded", "lowest"] = "ungraded"
+    """What a picture counts as if no reply about it can be read after all tries (prose, a filter, a
+    refusal), while the judge answers others. lowest: the lowest rating, 0, so that a policy gains
+    nothing by such pictures. A failure of the transport (time-out, connection, HTTP 5xx or 429)
+    always leaves it UNGRADED."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""

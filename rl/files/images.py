@@ -77,6 +77,14 @@ def downscale(image: Image, side_px: int) -> Image:
     return image.resize((width, height), Resampling.LANCZOS)
 
 
+def padded(image: Image, side_px: int) -> Image:
+    """An RGB picture in the middle of a white one that has no side below `side_px`."""
+    width, height = (max(side_px, length) for length in image.size)
+    sheet = new("RGB", (width, height), "white")
+    sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+    return sheet
+
+
 def side_by_side(pictures: Sequence[Image]) -> Image:
     """The pictures in a row, aligned at the top, on white."""
     height, width = max(p.height for p in pictures), sum(p.width for p in pictures)

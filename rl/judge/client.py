@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
+from rl.api.types import is_unreadable
 from rl.config.schema import JudgeConfig
-from rl.judge.addresses import Address, Addresses, OutageError
+from rl.judge.addresses import Address, Addresses, Asking, JudgeStats, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import LOGPROBS_REMEDY, remedy_for
-from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
+from rl.judge.http import SHOWN_HEADER_CHARS, TOO_MANY_REQUESTS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
 from rl.judge.reply import (
@@ -39,7 +37,6 @@ T = TypeVar("T")
 LATE_S = 15.0
 """How long the health check still waits for other addresses once one has answered."""
 HEALTH_TIMEOUT_S = 10.0
-BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 TOP_LOGPROBS = 20
@@ -51,8 +48,6 @@ MAX_NAMES = 8
 REFUSED_SETUP = frozenset({401, 402, 403, 404, 405, 407})
 """A wrong key, path or model, or no money: like a redirect, these never concern one question."""
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
-FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})
-"""`RequestTrouble` causes that do not count as a failure of the address."""
 
 log = logging.getLogger(__name__)
 
@@ -67,62 +62,6 @@ class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
 
 class JudgeUnreachableError(JudgeError):
     """No judge answers at the configured addresses."""
-
-
-def backoff_s(first_s: float, num_failures: int, rng: random.Random) -> float:
-    """Pause after the n-th failure (n >= 1), s: uniform(0, min(30, first_s * 2^(n-1))).
-
-    "Full jitter" (Brooker 2015, 'Exponential Backoff And Jitter'): clients that failed together do
-    not come back together.
-    """
-    return rng.uniform(0.0, min(BACKOFF_CAP_S, first_s * 2.0 ** min(num_failures - 1, 16)))
-
-
-@dataclass(eq=False)
-class _Asking:
-    """A question that is being asked."""
-
-    question: Question
-    content: Sequence[bytes]
-    repeat: int
-    shape: tuple[tuple[str, ...], tuple[bool, ...]]
-    """(the question's labels, for each part whether it is text)."""
-    replies: list[str] = field(default_factory=list)
-    """All replies so far: the unreadable ones, then the last one."""
-    keys: list[str] = field(default_factory=list)
-    """Journal keys of `replies`."""
-    num_sent: int = 0
-    num_refused: int = 0
-    """Number of answers in which the judge asked to wait (HTTP 429, Retry-After)."""
-    refused_since_s: float = 0.0
-    """`time.monotonic` of the first such answer."""
-    address: Address | None = None
-    """The address that it was last sent to."""
-    tried: set[Address] = field(default_factory=set)
-    """Addresses where the question has failed since its last pause."""
-
-
-@dataclass
-class JudgeStats:
-    """Counts since the last `take_stats()`."""
-
-    requests: int = 0
-    reused: int = 0
-    """Replies taken from the journal, without a request."""
-    retries: Counter[str] = field(default_factory=Counter)
-    """Repeated requests by `RequestTrouble.cause`."""
-    latencies_s: list[float] = field(default_factory=list)
-    """Time from sending to the answer, s, of each request with an answer below status 500."""
-    max_in_flight: int = 0
-    breaker_openings: int = 0
-    throttled: int = 0
-    """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
-    other_model: int = 0
-    """Replies that name a model other than `judge.model`."""
-    prompt_tokens: int = 0
-    """Of requests and their pictures, as far as the endpoint reports them."""
-    completion_tokens: int = 0
-    """Of the replies to these requests."""
 
 
 class JudgeClient:
@@ -141,10 +80,9 @@ class JudgeClient:
         self._open_journals: list[ReplyJournal] = []
         if journal:
             self.open_journal(journal)
-        self._stats = JudgeStats()
-        # Jitter must not draw from the run's random numbers: a retry would change the training.
-        self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
+        # One new question at a time waits for a slot, so one that was sent before waits for few.
+        self._line = asyncio.Lock()
         self._request_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         urls = [api_base] if isinstance(api_base, str) else api_base
         self._addresses = Addresses(config, urls)
@@ -166,10 +104,7 @@ class JudgeClient:
 
     def take_stats(self) -> JudgeStats:
         """Counts since the last call; a request under way counts when it ends."""
-        stats, self._stats = self._stats, JudgeStats()
-        for address in self._addresses:
-            stats.breaker_openings += address.num_openings
-            address.num_openings = 0
+        stats, self._addresses.stats = self._addresses.stats, JudgeStats()
         return stats
 
     def dialects(self) -> dict[str, Dialect]:
@@ -210,7 +145,7 @@ class JudgeClient:
         started_s = time.monotonic()
         while True:
             try:
-                response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
+                response = await address.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
                 if response.status != 200:
                     self._raise_for(response)
                 served = served_models(response.body)
@@ -241,82 +176,69 @@ class JudgeClient:
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
     ) -> Answer[T]:
-        """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question keeps its slot while it
-        backs off, so a failing judge gets fewer requests."""
+        """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question has no slot while it backs
+        off, so that those which the judge cannot answer do not hold up the others."""
         started = time.monotonic()
-        async with self._slots:
-            content = [await encoded(p, self.config.image_side_px) for p in question.parts]
-            is_text = tuple(isinstance(part, str) for part in question.parts)
-            asking = _Asking(question, content, repeat, (question.labels, is_text))
-            value, failure = await self._ask(asking, parse)
+        asking = Asking(question, repeat)
+        value, failure, pause_s = None, None, 0.0
+        self._addresses.fresh.add(asking)
+        try:
+            while value is None and failure is None:
+                await asyncio.sleep(pause_s)
+                await self._addresses.let_others_go_first(asking)
+                async with self._line if asking.num_sent == 0 else nullcontext():
+                    await self._slots.acquire()
+                try:
+                    value, failure, pause_s = await self._ask(asking, parse)
+                finally:
+                    self._slots.release()
+        finally:
+            self._addresses.fresh.discard(asking)
+        if failure:
+            kind = "unreadable" if is_unreadable(failure) else "transport"
+            self._addresses.stats.failed[kind] += 1
         seconds = time.monotonic() - started
         return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
 
     async def _ask(
-        self, asking: _Asking, parse: Callable[[str], T]
-    ) -> tuple[T, None] | tuple[None, str]:
-        num_tries = 0
+        self, asking: Asking, parse: Callable[[str], T]
+    ) -> tuple[T | None, str | None, float]:
+        """Ask until the question ends or must pause: (parsed reply, None, 0), (None, why it is
+        given up, 0), or (None, None, pause in s)."""
+        config, question = self.config, asking.question
+        if not asking.content:
+            asking.content = [await encoded(p, config.image_side_px) for p in question.parts]
         while True:
             try:
                 reply = await self._reply(asking)
-                num_tries += 1
+                asking.num_tries += 1
                 asking.replies.append(reply)
                 refuse_part(reply)
-                return parse(reply), None
+                return parse(reply), None, 0.0
             except UnreadableReplyError as error:
-                failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0
+                cause, failure, pause_s = "unreadable", f"unreadable: {error}", 0.0
             except OutageError as outage:
-                return None, f"outage: {outage}"
+                return None, f"outage: {outage}", 0.0
             except RequestTrouble as trouble:
-                failure, cause = str(trouble), trouble.cause
+                cause, failure = trouble.cause, str(trouble)
                 if cause == "refused":
-                    return None, failure
-                num_failures = 1 + max(num_tries, asking.num_refused)
-                pause_s = backoff_s(self.config.backoff_s, num_failures, self._jitter)
-                pause_s += trouble.retry_after_s or 0.0
-                if trouble.asks_to_wait:
-                    waits_s = self._wait_s(asking, pause_s, failure)
-                    if waits_s is None:
-                        return None, f"{failure} (for {self.config.max_outage_s:g} s)"
-                    pause_s = waits_s
-                # While the address is down, a failure uses up no try: the breaker sets the pace,
-                # and `max_outage_s` ends the waiting.
-                elif not self._is_down(asking.address, cause, num_tries + 1):
-                    num_tries += 1
-            is_final = bool(asking.question.labels and asking.replies)
-            if is_final or num_tries >= self.config.max_attempts:
+                    return None, failure, 0.0
+                wait_s = self._addresses.pause_s(asking, trouble)
+                if wait_s is None and asking.num_tries < config.max_attempts:
+                    return None, f"{failure} (for {config.max_outage_s:g} s)", 0.0
+                pause_s = wait_s or 0.0
+            is_final = bool(question.labels and asking.replies)
+            if is_final or asking.num_tries >= config.max_attempts:
                 if (journal := self._journal.get()) is not None:
                     journal.note_failed(asking.keys)
-                return None, f"{failure} ({num_tries} tries)"
-            self._stats.retries[cause] += 1
-            if not self._addresses.has_other(asking.tried):
-                asking.tried.clear()
-                if not self._addresses.are_down:
-                    await asyncio.sleep(pause_s)
+                return None, f"{failure} ({asking.num_tries} tries)", 0.0
+            self._addresses.stats.retries[cause] += 1
+            if cause == TOO_MANY_REQUESTS:  # it keeps its slot, so that fewer requests are sent
+                await asyncio.sleep(pause_s)
+            elif pause_s:
+                return None, None, pause_s
 
-    def _wait_s(self, asking: _Asking, pause_s: float, failure: str) -> float | None:
-        """Seconds to wait before a question is sent again, as the judge asked; None: give it up."""
-        self._stats.throttled += 1
-        if not asking.num_refused:
-            asking.refused_since_s = time.monotonic()
-        asking.num_refused += 1
-        pause_s = 0.0 if self._addresses.has_other(asking.tried) else pause_s
-        return self._addresses.wait_s(asking.refused_since_s, pause_s, failure)
-
-    def _is_down(self, address: Address | None, cause: str, num_tries: int) -> bool:
-        """Whether the last failure, at `address`, says nothing about the question itself.
-
-        If every try of a question failed without an answer, and no other question got one, this
-        opens all breakers; otherwise the questions in flight would be given up one by one.
-        """
-        failures = [each.num_failures_in_row for each in self._addresses]
-        all_failed = all(failures) and sum(failures) >= num_tries >= self.config.max_attempts
-        if cause in ("timeout", "transport") and all_failed:
-            for each in self._addresses:
-                each.open(f"failed {each.num_failures_in_row} times in a row")
-        return address is not None and address.is_open
-
-    def _request(self, asking: _Asking) -> Request:
+    def _request(self, asking: Asking) -> Request:
         """The next request: each unreadable reply changes the seed and raises the temperature."""
         num_unreadable, labels = len(asking.replies), asking.question.labels
         # Some servers divide the logits by the temperature before they take log-probs.
@@ -340,7 +262,7 @@ class JudgeClient:
             parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
         return Request(parameters, asking.content)
 
-    async def _reply(self, asking: _Asking) -> str:
+    async def _reply(self, asking: Asking) -> str:
         """The judge's reply text, from the journal if it is there.
 
         Identical requests wait for each other: the second takes the reply to the first from the
@@ -353,15 +275,14 @@ class JudgeClient:
         async with self._request_locks.setdefault(request.key, asyncio.Lock()):
             reply = journal.get(request.key)
             if reply is not None:
-                self._stats.reused += 1
+                self._addresses.stats.reused += 1
             else:
                 reply = journal.put(request.key, await self._send(asking, request))
         asking.keys.append(request.key)
         return reply
 
-    async def _send(self, asking: _Asking, request: Request) -> str:
-        is_new = asking.address is None
-        address = asking.address = await self._addresses.admit(asking.tried, is_new)
+    async def _send(self, asking: Asking, request: Request) -> str:
+        address = await self._addresses.admit(asking)
         labels, sent_s = asking.question.labels, time.monotonic()
         try:
             response = await self._post(address, asking, request)
@@ -375,28 +296,20 @@ class JudgeClient:
                         f"{address.url} answers, with {error}: {_body_excerpt(response)}\n"
                         f"{LOGPROBS_REMEDY}"
                     ) from None
-                detail = (
-                    f"HTTP {response.status} without a reply ({error}): {_body_excerpt(response)}"
-                )
-                raise RequestTrouble("unreadable", detail) from None
+                detail = f"HTTP {response.status} ({error}): {_body_excerpt(response)}"
+                raise RequestTrouble("no_reply", detail) from None
         except RequestTrouble as trouble:
-            asking.tried.add(address)
-            if trouble.retry_after_s:
-                address.rests_until = time.monotonic() + trouble.retry_after_s
-            if trouble.cause in FROM_A_WORKING_ADDRESS:
-                address.succeeded()
-            elif not trouble.asks_to_wait:
-                address.failed(sent_s)
+            await address.failed(trouble, asking, sent_s)
             raise
-        address.succeeded()
+        address.works()
         address.answered.add(asking.shape)
-        self._addresses.answered()
-        self._stats.prompt_tokens += chat.tokens[0]
-        self._stats.completion_tokens += chat.tokens[1]
+        address.dialect.proven = request
+        self._addresses.stats.prompt_tokens += chat.tokens[0]
+        self._addresses.stats.completion_tokens += chat.tokens[1]
         await self._check_name(address, chat.model)
         return scrub(chat.reply)
 
-    async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
+    async def _post(self, address: Address, asking: Asking, request: Request) -> HttpAnswer:
         """The answer to `request`. If the address refuses a parameter, the request is sent again
         without it; once a reply comes, the dialect remembers which were left out.
 
@@ -406,35 +319,22 @@ class JudgeClient:
         while True:
             asking.num_sent += 1
             started = time.monotonic()
-            body, timeout_s = request.body(without), self.config.timeout_s
-            response = await self._exchange(address, "POST", "/chat/completions", body, timeout_s)
+            body = request.body(without)
+            response = await address.exchange("POST", "/chat/completions", body)
             if response.status < 500:
-                self._stats.latencies_s.append(time.monotonic() - started)
+                self._addresses.stats.latencies_s.append(time.monotonic() - started)
             sent = request.sent(without).keys()
             refused = refused_parameters(response.status, response.body, sent)
             if not refused:
                 break
-            self._stats.retries["parameter"] += 1
+            self._addresses.stats.retries["parameter"] += 1
             without |= refused
         if learnt := address.dialect.learn(request, without, response.status):
             log.warning("the judge at %s %s from now on", address.url, in_words(learnt, without))
         return response
 
-    async def _exchange(
-        self, address: Address, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> HttpAnswer:
-        """Send one request. Raises `RequestTrouble` if no answer comes."""
-        self._stats.requests += 1
-        address.num_in_flight += 1
-        num_in_flight = sum(each.num_in_flight for each in self._addresses)
-        self._stats.max_in_flight = max(self._stats.max_in_flight, num_in_flight)
-        try:
-            return await address.http.request(method, path, body, timeout_s)
-        finally:
-            address.num_in_flight -= 1
-
     def _raise_for(
-        self, response: HttpAnswer, address: Address | None = None, asking: _Asking | None = None
+        self, response: HttpAnswer, address: Address | None = None, asking: Asking | None = None
     ) -> NoReturn:
         """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
         for others. `address`, `asking`: unset in a health check."""
@@ -467,7 +367,7 @@ class JudgeClient:
         configured, logged = self.config.model, address.dialect.model_names
         if model is None or model == configured:
             return
-        self._stats.other_model += 1
+        self._addresses.stats.other_model += 1
         name = excerpt(model, SHOWN_NAME_CHARS)
         if name in logged or len(logged) >= MAX_NAMES:
             return
@@ -475,7 +375,7 @@ class JudgeClient:
         difference = f"{address.url} answers as {name!r}, asked for judge.model={configured!r}"
         served = None
         with suppress(RequestTrouble):
-            response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
+            response = await address.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
             served = served_models(response.body) if response.status == 200 else None
         if served is not None and configured not in served:
             raise JudgeRefused(

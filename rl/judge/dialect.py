@@ -82,6 +82,8 @@ class Dialect:
     """Parameters that the endpoint has accepted."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
+    proven: Request | None = None
+    """The last request that got a reply."""
 
     def without(self, request: Request) -> frozenset[str]:
         """The parameters to leave out of `request`."""

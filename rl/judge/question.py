@@ -11,12 +11,14 @@ from pathlib import Path
 from PIL import Image
 
 from rl.config.paths import read_text
-from rl.files.images import downscale, over_white, png_bytes
+from rl.files.images import downscale, over_white, padded, png_bytes
 from rl.text.untrusted import excerpt
 
 INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""
 
+MIN_SIDE_PX = 28
+"""Qwen2-VL's picture processors fail on a shorter side, and so do judges that are built on them."""
 MAX_PROMPT_BYTES = 100_000
 MAX_PATH_CHARS = 300
 
@@ -52,9 +54,10 @@ def fill_prompt(text: str, instruction: str) -> str:
 
 
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """The picture as JSON, in PNG: JPEG would add artefacts, which the judge might penalise."""
-    if max(image.size) > side_px:
-        image = downscale(over_white(image), side_px)
+    """The picture as JSON, in PNG: JPEG would add artefacts, which the judge might penalise. Its
+    longer side is at most `side_px`; a side below `MIN_SIDE_PX` is padded with white."""
+    if max(image.size) > side_px or min(image.size) < MIN_SIDE_PX:
+        image = padded(downscale(over_white(image), side_px), MIN_SIDE_PX)
     url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
     return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
 

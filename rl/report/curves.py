@@ -86,6 +86,7 @@ CURVES = (
             Line("status/ungraded", "ungraded"),
             Line("status/policy_failed", "policy failed", "dash"),
             Line("eval/ungraded", "held-out, ungraded", "dot"),
+            Line("status/unreadable", "unreadable reply", "dashdot"),
         ),
     ),
     Curve(

@@ -151,6 +151,14 @@ def context(metrics: Sequence[Record]) -> list[str]:
     """Lines that put the gain in context: rewards of the reference description, of the user's own
     words and of the untrained system; the gain of thinking; drift of the conditioning."""
     lines = []
+    rows = _rows_with(metrics, "eval/reward_low")
+    for row in rows[:1] + rows[1:][-1:]:
+        low, high = (_formatted(row, f"eval/reward_{end}") for end in ("low", "high"))
+        share = _formatted(row, "eval/unreadable", ".1%")
+        lines.append(
+            f"after {row['iteration']} iterations the replies about {share} of the held-out "
+            f"pictures were unreadable: counted as 0 or as 1 the reward is {low} or {high}"
+        )
     rows = _rows_with(metrics, "eval_reference/reward")
     if len(rows) > 1:
         first, last = (_formatted(row, "eval_reference/reward") for row in (rows[0], rows[-1]))

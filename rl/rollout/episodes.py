@@ -20,6 +20,7 @@ from rl.api.types import (
     RewardInput,
     RewardOutput,
     Status,
+    is_unreadable,
 )
 from rl.config.schema import FinalReward, RunConfig
 
@@ -122,17 +123,20 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     parts: dict[str, list[float]] = {}
     replies: dict[str, tuple[str, ...]] = {}
     causes: list[str] = []
+    failures: list[str | None] = []
     rewards: list[float] = []
     variances: list[float | None] = []
     judge_s = 0.0
     for verdict in verdicts:
         if verdict.failure is not None:
             causes.append(f"renderer: {verdict.failure.reason}")
+            failures.append(None)
             continue
         for name, grade in verdict.grades.items():
             replies[name] = replies.get(name, ()) + grade.replies
             judge_s = max(judge_s, grade.seconds)
-            if grade.value is None:
+            if grade.failure is not None:
+                failures.append(grade.failure)
                 causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
         values = values_of(verdict.grades)
         for part, value in values.items():
@@ -153,6 +157,9 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         },
         "judge_s": judge_s,
     }
+    is_counted = not rewards or config.judge.unreadable == "lowest"
+    if failures and is_counted:
+        fields["unreadable"] = all(map(is_unreadable, failures))
     if not rewards:
         return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **fields)
     fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}

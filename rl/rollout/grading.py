@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rl.api.find import described
 from rl.api.plugin import brief
 from rl.api.reward import Reward, checked_output
-from rl.api.types import RewardInput, RewardOutput
+from rl.api.types import RewardInput, RewardOutput, is_unreadable
 from rl.console.console import warn
 from rl.files.images import copied_pictures
 from rl.judge.client import JudgeError
@@ -30,9 +30,15 @@ BLOCKED_S = 1.0
 _warned: set[str] = set()
 
 
-async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
+async def scores(
+    name: str,
+    reward: Reward,
+    inputs_G: Sequence[RewardInput],
+    unreadable: Literal["ungraded", "lowest"] = "ungraded",
+) -> Outputs:
     """Outputs of the reward `name`, one per input; `inputs_G` has one element if the reward grades
-    single pictures. Raises `JudgeError`, which stops the run, if the judge is set up wrongly."""
+    single pictures. `unreadable`: as `judge.unreadable`. Raises `JudgeError`, which stops the
+    run, if the judge is set up wrongly."""
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
@@ -55,6 +61,12 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
         text = "".join(traceback.format_exception(error))
         failure = f"raised {described(error, method)}"
         outputs_G = [RewardOutput(None, failure=failure, traceback=text)] * len(inputs_G)
+    if unreadable == "lowest":
+        lowest = dict.fromkeys(reward.unit_parts, 0.0)
+        outputs_G = [
+            replace(output, value=0.0, parts=lowest) if is_unreadable(output.failure) else output
+            for output in outputs_G
+        ]
     seconds = time.perf_counter() - started
     return [replace(output, seconds=output.seconds or seconds) for output in outputs_G]
 

@@ -250,7 +250,9 @@ class PendingRollout:
     def _call_reward(
         self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
     ) -> None:
-        future = self._context.loop.submit(scores(name, reward, list(inputs.values())))
+        unreadable = self._context.config.judge.unreadable
+        call = scores(name, reward, list(inputs.values()), unreadable)
+        future = self._context.loop.submit(call)
         self._futures.append(future)
         for index, unit in enumerate(inputs):
             self._outputs[name, unit] = future, index

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 HALF_MARKS = 0.5
 """A group is dead (teaches nothing) if its rewards (0..1) are all equal and below this."""
 
+HALF_UNREADABLE = 0.5
+"""Unreadable replies cluster in a group if more than this share of it got one."""
+
 
 def size_text(completions_PG: Sequence[Sequence[Completion]]) -> str:
     """For the console: '96 completions, 1240 tokens'."""
@@ -56,6 +59,8 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
     num_distinct = len({e.completion.token_ids for e in episodes_G})
     metrics.add("groups/distinct_completions", num_distinct / len(episodes_G))
+    share_unreadable = fmean(episode.unreadable for episode in episodes_G)
+    metrics.add("groups/unreadable", float(share_unreadable > HALF_UNREADABLE))
     if len(rewards) > 1:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
     for episode in episodes_G:
@@ -77,6 +82,7 @@ def add_bare_arm(
 def _add_episode(metrics: Metrics, episode: Episode) -> None:
     for status in Status:
         metrics.add(f"status/{status.value}", float(episode.status is status))
+    add_unreadable(metrics, "status", episode)
     completion = episode.completion
     metrics.add("tokens/completion_mean", len(completion.token_ids))
     metrics.maximum("tokens/completion_max", len(completion.token_ids))
@@ -91,6 +97,13 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
         metrics.maximum("reward/max", episode.reward)
     for name, value in episode.parts.items():
         metrics.add(f"reward/part/{name}", value)
+
+
+def add_unreadable(metrics: Metrics, prefix: str, episode: Episode) -> None:
+    """Add whether the judge's replies about the episode were unreadable, per category too."""
+    category = episode.prompt.sample.category
+    for name in ("unreadable", f"unreadable/{category}")[: 2 if category else 1]:
+        metrics.add(f"{prefix}/{name}", float(episode.unreadable))
 
 
 def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:

@@ -22,7 +22,7 @@ from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
 from rl.run.contents import contents_of
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
-from rl.run.episode_metrics import add_bare_arm, add_thought
+from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
 from rl.run.equal_words import check_equal_words
 from rl.run.held_out import score
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
@@ -80,7 +80,7 @@ def evaluate(
         completions_P1, cut_P = _write(context, engine, prompts_P)
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
-        _measure_arms(metrics, arms)
+        _measure_arms(metrics, arms, dist)
         asked = second_judge and second_judge.ask(iteration, arms.policy)
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
@@ -189,8 +189,8 @@ def _score_known(
     return episodes
 
 
-def _measure_arms(metrics: Metrics, arms: Arms) -> None:
-    _measure(metrics, "eval", arms.policy)
+def _measure_arms(metrics: Metrics, arms: Arms, dist: Dist) -> None:
+    _measure(metrics, "eval", arms.policy, dist)
     for episode, bare in zip(arms.policy, arms.bare, strict=True):
         add_bare_arm(metrics, "eval/", [episode], bare)
         add_thought(metrics, "eval/", episode)
@@ -198,12 +198,18 @@ def _measure_arms(metrics: Metrics, arms: Arms) -> None:
         if reference is not None:
             is_right = reference in (episode.action.text, episode.action.words)
             metrics.add("eval/reference_match", float(is_right))
-    _measure(metrics, "eval_reference", [e for e in arms.reference if e is not None])
+    _measure(metrics, "eval_reference", [e for e in arms.reference if e is not None], dist)
 
 
-def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
+def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode], dist: Dist) -> None:
+    """Means over the episodes, with bounds if replies about any were unreadable. Collective."""
+    [num_unreadable] = dist.sum_floats([sum(episode.unreadable for episode in episodes)])
     for episode in episodes:
         metrics.add(f"{prefix}/ungraded", float(episode.status is Status.UNGRADED))
+        add_unreadable(metrics, prefix, episode)
+        if num_unreadable and (episode.unreadable or episode.reward is not None):
+            metrics.add(f"{prefix}/reward_low", episode.reward or 0.0)
+            metrics.add(f"{prefix}/reward_high", 1.0 if episode.unreadable else episode.reward or 0)
         if episode.reward is None:
             continue
         metrics.add(f"{prefix}/reward", episode.reward)

@@ -230,6 +230,8 @@ def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
     metrics.total("judge/retries", sum(stats.retries.values()))
     metrics.total("judge/breaker_openings", stats.breaker_openings)
     metrics.total("judge/throttled_requests", stats.throttled)
+    metrics.total("judge/failed_transport", stats.failed["transport"])
+    metrics.total("judge/failed_unreadable", stats.failed["unreadable"])
     metrics.total("judge/other_model_replies", stats.other_model)
     metrics.total("judge/prompt_tokens", stats.prompt_tokens)
     metrics.total("judge/completion_tokens", stats.completion_tokens)

@@ -117,7 +117,10 @@ class SecondJudge:
         graded = [RewardInput(sample, action.text, episode.image, action.thought)]
         grades: dict[str, RewardOutput] = {}
         try:
-            calls = (scores(name, reward, graded) for name, reward in self.rewards.items())
+            unreadable = self.client.config.unreadable
+            calls = (
+                scores(name, reward, graded, unreadable) for name, reward in self.rewards.items()
+            )
             for name, [output] in zip(self.rewards, await asyncio.gather(*calls), strict=True):
                 grades[name] = output
         except JudgeError as error:

@@ -137,7 +137,7 @@ def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> 
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "parts"),
     [
-        (Fault(stall_s=3.0), 0.3, "0.6 s\n ... Remedy: "),
+        (Fault(stall_s=3.0), 0.3, "timeout: no reply within 0.3 s ... Remedy: "),
         (Fault(429, body="insufficient_quota"), 1.0,
          "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="),
     ],

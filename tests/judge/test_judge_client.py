@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny_faulty_judge import (
     GOOD,
     Fault,
@@ -41,14 +41,41 @@ def _picture(part: dict[str, Any]) -> Image.Image:
 
 def test_parts_keep_their_order_and_pictures_shrink_without_loss() -> None:
     wide = Image.effect_noise((120, 60), 80).convert("RGB")
-    small = Image.effect_noise((20, 31), 80).convert("RGB")
+    small = Image.effect_noise((29, 31), 80).convert("RGB")
     with FaultyJudge() as judge:
         answers_of(judge.client(image_side_px=40), [pair_question(wide, "first", small, "last")])
     content = judge.requests[0]["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text", "image_url", "text"]
     assert [part["text"] for part in content if "text" in part] == ["first", "last"]
-    assert _picture(content[0]).size == (40, 20)
+    assert _picture(content[0]).size == (40, 28), "40x20, padded"
     assert _picture(content[2]).tobytes() == small.tobytes(), "a small picture is sent unchanged"
+
+
+@pytest.mark.parametrize(
+    ("size", "sent", "box"),
+    [
+        ((1500, 40), (768, 28), (0, 4, 768, 24)),  # 40 * 768 / 1500 = 20.48 px high
+        ((40, 1500), (28, 768), (4, 0, 24, 768)),
+        ((20, 20), (28, 28), (4, 4, 24, 24)),
+        ((1, 3000), (28, 768), (13, 0, 14, 768)),  # 0.256 px wide, at least 1
+        ((28, 27), (28, 28), (0, 0, 28, 27)),
+        ((28, 28), (28, 28), (0, 0, 28, 28)),
+        ((768, 28), (768, 28), (0, 0, 768, 28)),
+    ],
+)
+def test_no_side_is_too_short_for_the_judge(
+    size: tuple[int, int], sent: tuple[int, int], box: tuple[int, int, int, int]
+) -> None:
+    """Source and result are padded with white to 28 px, not stretched."""
+    black = Image.new("RGB", size)
+    with FaultyJudge() as judge:
+        answers_of(judge.client(), [pair_question(black, "edit", black)])
+    content = judge.requests[0]["messages"][0]["content"]
+    for part in (content[0], content[2]):
+        picture = _picture(part)
+        assert picture.size == sent
+        assert ImageOps.invert(picture).getbbox() == box
+        assert picture.crop(box).getextrema() == ((0, 0),) * 3
 
 
 @pytest.mark.parametrize("tag", ["</instruction>", "</ Instruction\n>", "<instruction>"])

@@ -24,7 +24,8 @@ from tiny_faulty_judge import (
     with_client,
 )
 
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
+from rl.judge.addresses import backoff_s
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
 
 
 @dataclass(frozen=True)

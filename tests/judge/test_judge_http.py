@@ -86,7 +86,7 @@ def test_a_grade_in_an_unusual_response_is_read(name: str) -> None:
 
 
 COSTS_ONE_TRY = {
-    "unreadable": {
+    "no_reply": {
         "gzip": page(gzip.compress(envelope()), "Content-Encoding: gzip"),
         "deflate, twice": page(envelope(), "Content-Encoding: deflate, deflate"),
         "an unknown encoding": page(envelope(), "Content-Encoding: \x1b[2J"),
@@ -115,8 +115,10 @@ COSTS_ONE_TRY = {
         "a number": page(b"1e999"),
         "content of parts": page(envelope([{"type": "text", "text": GOOD}])),
         "content a number": page(envelope(10**300)),
-        "content null": page(envelope(None)),
         "content too long": page(envelope(" " * 3_000_000)),
+    },
+    "unreadable": {
+        "content null": page(envelope(None)),
         "content with a huge number": page(envelope('{"score": [' + "9" * 5000 + ", 1]}")),
         "content nested": page(envelope('{"score": ' + "[" * 90_000)),
     },
@@ -184,7 +186,7 @@ def test_each_invalid_response_costs_one_try() -> None:
 
 def test_a_question_with_only_invalid_responses_fails_with_a_printable_reason() -> None:
     page_of_escapes = page(b"\x1b[2J\xe2\x80\xae" + b"A\r\nB" * 9999, status="500 \x1b[2J")
-    for fault, word in ((page_of_escapes, "http_500"), (page(b"\x00\x1b]0;x\x07"), "unreadable")):
+    for fault, word in ((page_of_escapes, "http_500"), (page(b"\x00\x1b]0;x\x07"), "no_reply")):
         with FaultyJudge(after=fault) as judge:
             answer, _ = ask(judge)
         failure = answer.failure or ""

@@ -143,6 +143,8 @@ def test_the_summary_line_has_reward_speed_and_eta():
         {
             "reward/mean": 0.41234,
             "eval/reward": 0.5,
+            "eval/reward_low": 0.4,
+            "eval/reward_high": 0.6,
             "optimizer/grad_norm": 1e-05,
             "status/ungraded": 0.03125,
             "eval/ungraded": 0.0,
@@ -154,7 +156,8 @@ def test_the_summary_line_has_reward_speed_and_eta():
     first, second = stream.getvalue().splitlines()
     assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
     assert second == (
-        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  queue 2.5  ungraded 3.1%  "
+        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  queue 2.5  "
+        "held-out, unreadable as 0 or 1: 0.4 to 0.6  ungraded 3.1%  "
         "restarts 1  15.0 s/it  ETA 24 min 45 s"
     )
 

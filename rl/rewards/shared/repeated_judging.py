@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from rl.api.judge import Answer, Question
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
-from rl.api.types import Region, RewardInput, RewardOutput
+from rl.api.types import Region, RewardInput, RewardOutput, is_unreadable
 from rl.config.schema import RunConfig
 from rl.judge.question import read_prompt
 from rl.judge.reply import Ranges, fields_schema, read_fields
@@ -157,7 +157,9 @@ class JudgedReward(Reward[RepeatsT]):
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
         if not readings:
-            failure = next(answer.failure for answer in answers if answer.failure)
+            # A failure of the transport first: it says nothing about the picture.
+            failures = [answer.failure for answer in answers if answer.failure]
+            failure = min(failures, key=is_unreadable)
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
         values_K = tuple(map(self.value_of, readings)) if self.config.n_evals > 1 else ()

@@ -1,0 +1,127 @@
+"""Server errors about single questions: these are given up, all others are graded."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_faulty_judge import Fault, FaultyJudge, ask_all, pair_question, read_pair, with_client
+from tiny_ranks import held_port
+
+from rl.api.judge import Answer
+from rl.judge.client import JudgeClient
+
+NUM_GROUPS, GROUP = 12, 8
+
+
+class Choosy(FaultyJudge):
+    """Fails for the pictures of some groups; a picture's red and green are its group and number."""
+
+    def __init__(self, bad: set[int], fault: Fault) -> None:
+        self.bad, self.fault = bad, fault
+        super().__init__()
+
+    def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+        picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        super().begin(body, headers)
+        pixel = picture.getpixel((16, 16))
+        assert isinstance(pixel, tuple)
+        return self.fault if pixel[0] in self.bad else Fault(stall_s=0.02)
+
+
+async def ask_groups(client: JudgeClient) -> list[list[Answer[Any]]]:
+    """The answers of all groups, which are asked at once, in order."""
+    pictures = [
+        Image.new("RGB", (32, 32), (group, member, 9))
+        for group in range(NUM_GROUPS)
+        for member in range(GROUP)
+    ]
+    asking = [client.ask(pair_question(picture), read_pair) for picture in pictures]
+    answers = await asyncio.gather(*asking)
+    return [answers[start : start + GROUP] for start in range(0, len(answers), GROUP)]
+
+
+def failures_of(answers: Sequence[Answer[Any]]) -> set[str]:
+    return {(answer.failure or "value").partition(":")[0] for answer in answers}
+
+
+@pytest.mark.parametrize("slots", [8, 96])
+@pytest.mark.parametrize("breaker_failures", [1, 8, 20])
+@pytest.mark.parametrize(
+    "bad", [{0, 1, 2, 3}, {5}, {4, 5, 6, 7}, {8, 9, 10, 11}, {0, 4, 11}, set(range(11))], ids=str
+)
+def test_pictures_that_the_judge_fails_on_cost_only_themselves(
+    bad: set[int], breaker_failures: int, slots: int
+) -> None:
+    """At any position among the questions; `slots` 96: all are in flight at once."""
+    config = {"max_attempts": 3, "breaker_failures": breaker_failures, "max_concurrency": slots}
+    with Choosy(bad, Fault(500)) as judge:
+        groups, client = with_client(judge, ask_groups, **config)
+    for group, answers in enumerate(groups):
+        assert failures_of(answers) == ({"http_500"} if group in bad else {"value"}), group
+        assert max(answer.attempts for answer in answers) <= 3
+    assert client.take_stats().breaker_openings == 0
+
+
+def test_pictures_that_get_a_retry_after_hold_up_no_others() -> None:
+    fault = Fault(503, headers={"Retry-After": "0.3"})
+    with Choosy({0, 1, 2, 3}, fault) as judge:
+        groups, client = with_client(judge, ask_groups, max_concurrency=8, max_outage_s=2.0)
+    for group, answers in enumerate(groups):
+        assert failures_of(answers) == ({"http_503"} if group < 4 else {"value"})
+    assert max(answer.seconds for answers in groups[4:] for answer in answers) < 2
+    assert max(answer.seconds for answers in groups[:4] for answer in answers) < 2 + 2
+    assert client.take_stats().breaker_openings == 0
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_a_judge_that_fails_on_everything_is_an_outage(num_before: int) -> None:
+    """Few requests are sent, and it is waited for. `num_before`: questions answered before."""
+    sent: list[int] = []
+
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        before = await ask_all(client, num_before)
+        judge.after = Fault(500)
+        asking = asyncio.ensure_future(ask_all(client, 48, first=100))
+        await asyncio.sleep(1.0)
+        sent.append(len(judge.requests))
+        judge.after = Fault()
+        return [*before, *await asking]
+
+    with FaultyJudge() as judge:
+        config = {"max_attempts": 3, "breaker_failures": 8, "max_concurrency": 8}
+        answers, client = with_client(judge, script, breaker_pause_s=0.2, **config)
+    assert failures_of(answers) == {"value"}
+    assert client.take_stats().breaker_openings == 1
+    # Each at most once, those in flight once more, and a probe per 0.2 s.
+    assert sent[0] <= num_before + 48 + 8 + 1.0 / 0.2 + 2
+
+
+def test_a_judge_that_fails_on_every_second_request_loses_nothing() -> None:
+    with FaultyJudge([Fault(500), Fault()] * 200) as judge:
+        answers, client = with_client(judge, lambda c: ask_all(c, 96), max_attempts=20)
+    assert failures_of(answers) == {"value"}
+    assert client.take_stats().breaker_openings == 0
+
+
+@pytest.mark.parametrize("num_dead_first", [0, 1])
+def test_a_dead_address_beside_one_that_fails_on_some_pictures(num_dead_first: int) -> None:
+    with held_port() as port, Choosy({3}, Fault(500)) as judge:
+        addresses = [judge, f"http://127.0.0.1:{port}/v1"]
+        addresses = addresses[::-1] if num_dead_first else addresses
+        started_s = time.monotonic()
+        groups, client = with_client(
+            addresses, ask_groups, max_attempts=4, breaker_failures=4, max_concurrency=8
+        )
+    assert time.monotonic() - started_s < 15
+    for group, answers in enumerate(groups):
+        assert failures_of(answers) == ({"http_500"} if group == 3 else {"value"}), group
+    assert client.take_stats().breaker_openings == 1, "that of the dead one"
