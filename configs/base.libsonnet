@@ -191,7 +191,8 @@
     max_attempts: 6,
     // Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After.
     backoff_s: 1.0,
-    // This many transport failures in a row open the circuit breaker.
+    // This many failures in a row open the circuit breaker; if the last is an HTTP 5xx, only if a
+    // question that was answered before fails now.
     breaker_failures: 20,
     // How long an open breaker holds requests back before one is let through, s.
     breaker_pause_s: 15.0,
@@ -207,6 +208,11 @@
     // How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
     // questions back before they are given up as UNGRADED, s.
     max_outage_s: 600.0,
+    // What a picture counts as if no reply about it can be read after all tries (prose, a filter, a
+    // refusal), while the judge answers others. lowest: the lowest rating, 0, so that a policy gains
+    // nothing by such pictures. A failure of the transport (time-out, connection, HTTP 5xx or 429)
+    // always leaves it UNGRADED.
+    unreadable: 'ungraded',
     // The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     // UNGRADED.
     max_failure_rate: 0.5,

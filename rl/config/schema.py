@@ -214,7 +214,8 @@ class JudgeConfig(Section):
     backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
     """Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After."""
     breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
-    """This many transport failures in a row open the circuit breaker."""
+    """This many failures in a row open the circuit breaker; if the last is an HTTP 5xx, only if a
+    question that was answered before fails now."""
     breaker_pause_s: Annotated[float, Field(gt=0, le=MAX_S)] = 15.0
     """How long an open breaker holds requests back before one is let through, s."""
     temperature: Temperature = 0.0
