@@ -111,6 +111,9 @@ def effect(key: str, config: Mapping[str, Any]) -> Effect:
 
     stale = bool(config.get("max_staleness"))
     decays = config.get("optimizer", {}).get("final_lr_fraction", 1.0) != 1.0
+    judge = config.get("judge", {})
+    if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
+        return "harmless"  # no judge is asked
     if is_in(SYNC_POINTS):
         return "noted" if stale else "harmless"
     if is_in(LENGTH):
