@@ -200,7 +200,7 @@
     temperature: 0.0,
     // Longest judge reply, tokens.
     max_tokens: 512,
-    // Images are downscaled so that their longer side is at most this.
+    // Images are downscaled to a longer side of at most this; a side below 28 is padded.
     image_side_px: 768,
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     // reply; for endpoints that support it (vLLM and OpenAI do).

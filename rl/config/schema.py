@@ -223,7 +223,7 @@ class JudgeConfig(Section):
     max_tokens: Annotated[int, Field(ge=16, le=MAX_TOKENS)] = 512
     """Longest judge reply, tokens."""
     image_side_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] = 768
-    """Images are downscaled so that their longer side is at most this."""
+    """Images are downscaled to a longer side of at most this; a side below 28 is padded."""
     guided_json: Literal["never", "on_retry", "always"] = "never"
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that support it (vLLM and OpenAI do)."""
