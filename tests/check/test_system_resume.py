@@ -20,6 +20,7 @@ def resolved(**changes: Any) -> dict[str, Any]:
     return run_config(**changes).model_dump(mode="json")
 
 
+JUDGE = {"api_base": "http://a:1"}
 POLICY = {"type": "qwen2_5_vl", "model_path": "some/base", "lora": {"r": 8}}
 TRAIN = [{"type": "edit_jsonl", "path": "train.jsonl"}]
 HELD_OUT = [{"type": "edit_jsonl", "path": "held_out.jsonl"}]
@@ -35,7 +36,7 @@ BREAKING: list[tuple[dict[str, Any], str]] = [
     ({"data": {"train": [TRAIN[0] | {"path": "other.jsonl"}]}},
      "data.train.0.path: 'train.jsonl' -> 'other.jsonl'"),
     ({"algorithm": {"loss": "gspo"}}, "algorithm.loss: 'dapo' -> 'gspo'"),
-    ({"judge": {"model": "other"}}, "judge.model:"),
+    ({"judge": JUDGE | {"model": "other"}}, "judge.model:"),
     ({"final_reward": {"weights": {"judge": 2.0}}}, "final_reward.weights"),
 ]  # fmt: skip
 
@@ -63,6 +64,7 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         "data": {"train": TRAIN, "validation": HELD_OUT},
         "policy": POLICY | {"device": "cuda:1"},
     }, []),
+    ({}, {"judge": {"model": "other"}}, []),  # no judge is asked
     (NO_KL, {"algorithm": {"kl_coeff": 0.0, "zero_spread_groups": "kl_only"}}, []),
     (DECAYS, DECAYS | {"num_iterations": 9}, ["num_iterations: None -> 9"]),
     ({}, {"policy": POLICY | {"max_prompt_tokens": 4096}},
@@ -80,7 +82,7 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ]),
     # what our messages advise when a judge refuses a question or a plan does not fit
     ({}, {
-        "judge": {"max_tokens": 1024, "image_side_px": 512, "guided_json": "on_retry"},
+        "judge": JUDGE | {"max_tokens": 1024, "image_side_px": 512, "guided_json": "on_retry"},
         "optimizer": {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096},
         "engine": {"type": "transformers", "max_num_seqs": 4, "residency": "sleep"},
         "renderer": {"type": "none", "batch_size": 1},
