@@ -108,18 +108,18 @@ def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
     blocks = printed("docs/judge.md", "Trainer and judge on one machine")
     lines = [line for line in "\n".join(blocks).split("\n") if line]
     judge, exports, check, launch = lines[0], lines[1:-2], lines[-2], lines[-1]
-    assert judge == "CUDA_VISIBLE_DEVICES=6,7 scripts/serve_judge.sh"
+    assert judge == "CUDA_VISIBLE_DEVICES=7 scripts/serve_judge.sh"
     for line in exports:
         for assignment in line.removeprefix("export ").split():
             name, _, value = assignment.partition("=")
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path))
     trained = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    assert sorted([*trained, "6", "7"]) == list("01234567")
+    assert sorted([*trained, "7"]) == list("01234567")
     assert check.replace("rl check", "rl train") == launch
     arguments = ["--check", *check.removeprefix("rl check ").split()]
     with pytest.raises(SystemExit) as done:
         main(arguments)
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0 and text.endswith("nothing is wrong")
-    assert f"prompts 12 an iteration 2 on each of {len(trained)} ranks" in text
+    assert f"prompts 14 an iteration 2 on each of {len(trained)} ranks" in text
