@@ -124,7 +124,7 @@ def test_a_dead_address_beside_one_that_fails_on_some_pictures(num_dead_first: i
         groups, client = with_client(
             addresses, ask_groups, max_attempts=4, breaker_failures=4, max_concurrency=8
         )
-    assert time.monotonic() - started_s < 15
+    assert time.monotonic() - started_s < 60
     for group, answers in enumerate(groups):
         assert failures_of(answers) == ({"http_500"} if group == 3 else {"value"}), group
     assert client.take_stats().breaker_openings == 1, "that of the dead one"
