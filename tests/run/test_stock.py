@@ -226,7 +226,8 @@ def test_ungraded_stock_arms_are_graded_again_and_changed_settings_draw_them_aga
     all_arms = (3 + 2) + 2 * 3  # after training the bare words and references are drawn once more
     assert num_missing(engine={"type": "vllm"}, world_size=1) == 0, "keys that no arm depends on"
     assert num_missing(seed=4) == all_arms, "other noise"
-    assert num_missing(judge={"model": "another"}) == all_arms
+    another = {"api_base": "http://a:1", "model": "another"}
+    assert num_missing(judge=another) == all_arms
 
 
 @pytest.mark.parametrize(
