@@ -31,7 +31,7 @@ _FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?=[\W\
 _OPERATOR = re.compile(r"[\d\\=<>+*/^|≤≥≠√π±∞-]")
 _PUNCTUATION = re.compile(r"[^\w\s](?!\d)")
 _DASH = re.compile(r"\s*[-\u2010-\u2015\u2212]\s*|(?<=\d)\s+to\s+(?=\d)")
-_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\w+)\}?")
+_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\d+)\}?")
 _LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _JOINED = r"\d+(?:\.\d+)?(?:\s?[-:]\s?\d+(?:\.\d+)?)+|\d+(?:[./]\d+){2,}"
 _NUMBERS = re.compile(
@@ -97,6 +97,7 @@ def plain(text: str) -> str:
     """A bare answer without LaTeX markup for text, spaces, signs and fractions of integers."""
     text = _TEXT.sub(r" \1 ", text).replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"\%", "%").replace(r"\$", "$")
+    text = re.sub(r"^\\?#(?=\d)", "", text)  # a shirt's number: #5
     text = _FRACTION.sub(r"\1\2/\3", _DEGREES.sub("°", text))
     return _SPACES.sub(" ", text).strip()
 
@@ -142,7 +143,9 @@ def _literal(text: str) -> tuple[str, str] | None:
     if numbers := _NUMBERS.fullmatch(text):
         parts = re.findall(r"\d+(?:\.\d+)?(?=[-:,\s]|$)|\d+|,", numbers["parts"])
         unit = re.sub(r"[\s.]", "", numbers["unit"] or numbers["half"] or "")
-        return "-".join(part.lstrip("0") or "0" for part in parts), unit.casefold()
+        # 05/06 is 5/6, but a telephone number keeps its zeros.
+        parts = [str(int(part)) if re.fullmatch(r"0\d", part) else part for part in parts]
+        return "-".join(parts), unit.casefold()
     text = text.replace(" ", "-")
     if _CODE.fullmatch(text) and not _FUNCTION.search(text):
         return re.sub(r"-(?=\w)", "", text).casefold(), ""
