@@ -50,7 +50,8 @@
   // engine: (required)
   // A plugin of rl/renderers.
   // renderer: (required)
-  // Name -> a plugin of rl/rewards.
+  // Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
+  // `held_out_only` (docs/judge.md).
   // rewards: (required)
   // How the values of the rewards are combined into the final reward, in [0, 1].
   final_reward: {
@@ -291,11 +292,6 @@
     // (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
     // expects a thought (`format`) finds none. Used only where `policy.thought` is set.
     thought_gain: false,
-    // A second judge (keys as in `judge`), best a model of another family: it grades the same held-out
-    // pictures by the same rewards and trains nothing. `eval/judge_gap` says how far it stays behind
-    // what the judge's gain predicts, and the run warns if that is beyond noise. If it fails, training
-    // goes on; its `max_outage_s` limits the wait at each evaluation. null = none.
-    judge: null,
   },
 
   // When checkpoints are written, kept and pushed.

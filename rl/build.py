@@ -21,7 +21,15 @@ from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
-from rl.config.schema import SHIPPED_LOSSES, ConfigError, PluginSection, RenderPoolConfig, RunConfig
+from rl.config.schema import (
+    SHIPPED_LOSSES,
+    ConfigError,
+    JudgeConfig,
+    PluginSection,
+    RenderPoolConfig,
+    RewardKeys,
+    RunConfig,
+)
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
 from rl.ranks.placement import Claim, claims_of, resolve_device
@@ -63,6 +71,18 @@ class Plugin(Generic[PluginT]):
 
 
 @dataclass(frozen=True)
+class RewardPlugin(Plugin[Reward]):
+    """A reward with the keys that its section may have beside its plugin's."""
+
+    keys: RewardKeys
+
+    @property
+    def trains(self) -> bool:
+        """Whether it counts in the final reward unless `final_reward.weights` says otherwise."""
+        return not (self.cls.diagnostic or self.keys.held_out_only)
+
+
+@dataclass(frozen=True)
 class Resolved:
     """A config with all of its plugins."""
 
@@ -70,7 +90,7 @@ class Resolved:
     policy: Plugin[Policy]
     engine: Plugin[Engine]
     renderer: Plugin[Renderer]
-    rewards: Mapping[str, Plugin[Reward]]
+    rewards: Mapping[str, RewardPlugin]
     train: Sequence[Plugin[DataSource]]
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
@@ -93,8 +113,31 @@ class Resolved:
 
     @property
     def needs_judge(self) -> bool:
-        """Whether any reward asks the judge."""
+        """Whether any reward asks a judge."""
         return any(plugin.cls.needs_judge for plugin in self.rewards.values())
+
+    @property
+    def by_judge(self) -> dict[str, Resolved]:
+        """Config key of each judge -> its part of the run: the rewards that ask it, with it as
+        `config.judge`. The part 'judge' also has the rewards that ask no judge. Rewards with equal
+        judges share one, under the first one's key ('rewards.<name>.judge')."""
+        judges = {"judge": self.config.judge}
+        for plugin in self.rewards.values():
+            own = plugin.keys.judge
+            if own is not None and plugin.cls.needs_judge and own not in judges.values():
+                judges[f"{plugin.key}.judge"] = own
+        return {key: self._part(judge) for key, judge in judges.items()}
+
+    def _part(self, judge: JudgeConfig) -> Resolved:
+        rewards = {}
+        for name, plugin in self.rewards.items():
+            own = plugin.keys.judge if plugin.cls.needs_judge else None
+            if (own or self.config.judge) == judge:
+                without_own = plugin.keys.model_copy(update={"judge": None})
+                rewards[name] = replace(plugin, keys=without_own)
+        return replace(
+            self, config=self.config.model_copy(update={"judge": judge}), rewards=rewards
+        )
 
 
 def resolve(config: RunConfig) -> Resolved:
@@ -105,6 +148,16 @@ def resolve(config: RunConfig) -> Resolved:
         plugin, wrong = _find_plugin(kind, key, section)
         problems.extend(wrong)
         return plugin
+
+    def reward_of(name: str, section: PluginSection) -> Any:
+        own = {key: section[key] for key in RewardKeys.model_fields if key in section}
+        rest = {key: value for key, value in section.items() if key not in own}
+        keys, wrong = validate(RewardKeys, own, at=f"rewards.{name}")
+        problems.extend(wrong)
+        plugin = plugin_of("rewards", f"rewards.{name}", rest)
+        if plugin is None or keys is None:
+            return None
+        return RewardPlugin(plugin.key, plugin.config, plugin.cls, keys)
 
     def sources_of(name: str, sections: Sequence[PluginSection]) -> list[Any]:
         bare = [{k: v for k, v in section.items() if k not in WEIGHTS} for section in sections]
@@ -124,10 +177,7 @@ def resolve(config: RunConfig) -> Resolved:
         policy=plugin_of("policies", "policy", config.policy),
         engine=plugin_of("engines", "engine", config.engine),
         renderer=plugin_of("renderers", "renderer", config.renderer),
-        rewards={
-            name: plugin_of("rewards", f"rewards.{name}", section)
-            for name, section in config.rewards.items()
-        },
+        rewards={name: reward_of(name, section) for name, section in config.rewards.items()},
         train=sources_of("train", config.data.train),
         train_weights=weights,
         weights_per_row=per_row,
@@ -135,10 +185,10 @@ def resolve(config: RunConfig) -> Resolved:
     )
     if problems:
         raise ConfigError(problems)
-    counted = [name for name, plugin in resolved.rewards.items() if not plugin.cls.diagnostic]
+    counted = [name for name, plugin in resolved.rewards.items() if plugin.trains]
     if config.final_reward.weights or len(counted) == len(resolved.rewards):
         return resolved
-    # Without stated weights, every reward that is not a diagnostic gets weight 1.
+    # Without stated weights, every reward that trains gets weight 1.
     final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
     return replace(resolved, config=config.model_copy(update={"final_reward": final}))
 
@@ -321,13 +371,18 @@ def _key_in_errors(plugin: Plugin[Any]) -> Iterator[None]:
         ) from error
 
 
-def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> dict[str, Reward]:
-    """Every reward, all with the same judge client (None if no reward asks the judge)."""
+def build_rewards(
+    resolved: Resolved, judges: Mapping[str, JudgeClient], dist: Dist
+) -> dict[str, Reward]:
+    """Every reward, with the client of the judge that it asks. `judges`: by the keys of
+    `Resolved.by_judge`."""
     rewards: dict[str, Reward] = {}
-    for name, plugin in resolved.rewards.items():
-        with _key_in_errors(plugin):
-            rewards[name] = plugin.cls(plugin.config, Resources(judge, dist.device))
-    return rewards
+    for key, part in resolved.by_judge.items():
+        for name, plugin in part.rewards.items():
+            with _key_in_errors(plugin):
+                resources = Resources(judges.get(key), dist.device)
+                rewards[name] = plugin.cls(plugin.config, resources)
+    return {name: rewards[name] for name in resolved.rewards}
 
 
 def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[float]:

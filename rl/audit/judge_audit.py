@@ -139,10 +139,14 @@ def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
 
 
 def rewards_that_ask(resolved: Resolved) -> list[str]:
-    """Of the audited rewards, those that need no model but the judge."""
-    names, _ = audited_rewards(resolved)
-    plugins = {name: resolved.rewards[name].cls for name in names}
-    return [name for name, cls in plugins.items() if cls.needs_judge and not cls.runs_model]
+    """Of the audited rewards, those that a start audits: they train, and need no model but the
+    judge."""
+    plugins = {name: resolved.rewards[name] for name in audited_rewards(resolved)[0]}
+    return [
+        name
+        for name, plugin in plugins.items()
+        if plugin.cls.needs_judge and not (plugin.cls.runs_model or plugin.keys.held_out_only)
+    ]
 
 
 class _LaterReading:

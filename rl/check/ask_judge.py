@@ -41,16 +41,6 @@ class JudgeCheck:
     """API base -> dialect."""
 
 
-def with_second_judge(resolved: Resolved) -> Resolved | None:
-    """The rewards that ask a judge, with `evaluation.judge` as judge; None if nothing asks it."""
-    config = resolved.config.evaluation.judge
-    if config is None or not (resolved.needs_judge and resolved.validation):
-        return None
-    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
-    with_judge = resolved.config.model_copy(update={"judge": config})
-    return replace(resolved, config=with_judge, rewards=asking)
-
-
 async def ask_judge(
     resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
 ) -> JudgeCheck:

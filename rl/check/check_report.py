@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from rl import build
 from rl.audit import judge_audit
 from rl.check import compatibility
-from rl.check.ask_judge import ask_judge, with_second_judge
+from rl.check.ask_judge import ask_judge
 from rl.check.dry_run import dry_problems, plugins_to_try
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
@@ -122,14 +122,14 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         f"host memory of a machine with {num_ranks} ranks": (
             _table(on_host) if on_host else ["not planned: see above"]
         ),
-        "judge": _judge_lines(resolved),
+        **{key: _judge_lines(part) for key, part in resolved.by_judge.items()},
         **({"render pool": pool_lines(resolved)} if config.pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
         **remarks(resolved),
     }
     failures = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
-    failures += machine_problems(resolved) + _audit_problems(resolved)
+    failures += [*machine_problems(resolved), *_audit_problems(resolved)]
     tried_keys = []
     if not failures:
         failures = dry_problems(resolved)
@@ -139,14 +139,10 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     if tried_keys:
         blocks[f"plugins whose code has run, on made-up inputs: {', '.join(tried_keys)}"] = []
     if online and not failures:
-        lines, failures = (
-            _asked_now(resolved) if resolved.needs_judge else (["no reward asks one"], [])
-        )
-        blocks["judge, asked now"] = lines
-        if second := with_second_judge(resolved):
-            lines, problems = _asked_now(second)
-            blocks["second judge (evaluation.judge), asked now"] = lines
-            failures = [*failures, *(f"evaluation.judge: {problem}" for problem in problems)]
+        for key, part in resolved.by_judge.items():
+            lines, problems = _asked_now(part) if part.needs_judge else (["no reward asks it"], [])
+            blocks[f"{key}, asked now"] = lines
+            failures += problems if key == "judge" else [f"{key}: {text}" for text in problems]
     verdict, code = _verdict(failures, footprint.unknowns(resolved))
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
@@ -216,18 +212,22 @@ def _length(resolved: build.Resolved) -> str:
     )
 
 
-def _questions_per_picture(resolved: build.Resolved) -> int:
-    rewards = (plugin for plugin in resolved.rewards.values() if plugin.cls.needs_judge)
+def _questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
+    rewards = (
+        plugin
+        for plugin in resolved.rewards.values()
+        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
+    )
     return sum(plugin.cls.num_questions(plugin.config) for plugin in rewards)
 
 
 def _judge_lines(resolved: build.Resolved) -> list[str]:
     config, judge, evaluation = resolved.config, resolved.config.judge, resolved.config.evaluation
-    per_picture = _questions_per_picture(resolved)
-    if not per_picture:
+    if not resolved.needs_judge:
         return ["is not asked"]
-    per_sample = config.images_per_completion * per_picture
-    training = config.prompts_per_iteration * config.generations_per_prompt * per_sample
+    per_picture = _questions_per_picture(resolved)
+    pictures = config.generations_per_prompt * config.images_per_completion
+    training = config.prompts_per_iteration * pictures * per_picture
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
     lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
     if judge.start_command:
@@ -251,22 +251,26 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None
         arms = 1 + evaluation.reference_drift + cuts_thoughts
         arms += makes_images and config.bare_arm != "never"
-        held_out = evaluation.num_samples * per_sample
+        per_picture = _questions_per_picture(resolved, held_out=True)
+        held_out = evaluation.num_samples * config.images_per_completion * per_picture
         lines.append(f"evaluation: up to {held_out * arms} more every {every} iterations")
         if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             lines.append(f"stock arm: {2 * held_out} more, once")
     return lines
 
 
-def _audit_problems(resolved: build.Resolved) -> list[str]:
-    if resolved.config.judge.audit == "off" or not judge_audit.rewards_that_ask(resolved):
-        return []
-    try:
-        verdict = judge_audit.verdict(resolved)
-    except ValueError as error:
-        return [f"judge.audit: {error}"]
-    refused = resolved.config.judge.audit == "required" and verdict.passed is False
-    return [f"judge.audit: {verdict.text}"] if refused else []
+def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
+    for key, part in resolved.by_judge.items():
+        setting = part.config.judge.audit
+        if setting == "off" or not judge_audit.rewards_that_ask(part):
+            continue
+        try:
+            verdict = judge_audit.verdict(part)
+        except ValueError as error:
+            yield f"{key}.audit: {error}"
+            continue
+        if setting == "required" and verdict.passed is False:
+            yield f"{key}.audit: {verdict.text}"
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:

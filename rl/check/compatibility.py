@@ -145,39 +145,40 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
                     f"{plugin.key}: needs each sample's {need!r}, which {lacking} does not have; "
                     "map a column to it" + (f", or is {match!r} meant?" if match else "")
                 )
-        yield from _own_problems(plugin, resolved.config)
+    for part in resolved.by_judge.values():
+        for plugin in part.rewards.values():
+            yield from _own_problems(plugin, part.config)
     weights = resolved.config.final_reward.weights
+    held_out_only = {name for name, plugin in resolved.rewards.items() if plugin.keys.held_out_only}
     for name, weight in weights.items():
+        if weight and name.partition("/")[0] in held_out_only:
+            yield (
+                f"final_reward.weights.{name}: with rewards.{name.partition('/')[0]}.held_out_only "
+                "it grades no picture of training; drop one of the two"
+            )
         if name not in known:
             yield f"final_reward.weights.{name}: no such reward; known: {', '.join(sorted(known))}"
         if not 0 <= weight < math.inf:
             yield f"final_reward.weights.{name}: {weight} given, must be >= 0"
     if weights and not any(weights.values()):
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
-    diagnostic = all(plugin.cls.diagnostic for plugin in resolved.rewards.values())
-    if resolved.rewards and diagnostic and not weights:
+    trains = any(plugin.trains for plugin in resolved.rewards.values())
+    if resolved.rewards and not trains and not weights:
         yield "rewards: only diagnostics, which do not count; name one in final_reward.weights"
+    for name in held_out_only:
+        plugin = resolved.rewards[name]
+        if plugin.cls.scores_groups():
+            yield (
+                f"{plugin.key}.held_out_only: the reward compares the pictures of a group, and a "
+                "held-out sample has one; use a reward that grades single pictures"
+            )
 
 
 def _judge_problems(resolved: Resolved) -> Iterable[str]:
-    config = resolved.config
-    if not resolved.needs_judge:
-        return
-    yield from _endpoint_problems(config.judge)
-    if config.evaluation.judge is None:
-        return
-    yield from (f"evaluation.{text}" for text in _endpoint_problems(config.evaluation.judge))
-    asked = config.model_copy(update={"judge": config.evaluation.judge})
-    for plugin in resolved.rewards.values():
-        if not plugin.cls.needs_judge:
-            continue
-        if plugin.cls.scores_groups():
-            yield (
-                f"evaluation.judge: {plugin.key} compares the pictures of a group, and a held-out "
-                "sample has one; set evaluation.judge to null, or use a reward that grades single "
-                "pictures"
-            )
-        yield from (f"evaluation.judge: {text}" for text in _own_problems(plugin, asked))
+    for key, part in resolved.by_judge.items():
+        if part.needs_judge:
+            prefix = key.removesuffix("judge")
+            yield from (f"{prefix}{text}" for text in _endpoint_problems(part.config.judge))
 
 
 def _endpoint_problems(judge: JudgeConfig) -> Iterable[str]:

@@ -8,8 +8,8 @@ from typing import Any
 from rl.api.find import misspelt
 from rl.api.plugin import unread
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved, ask_plugin
-from rl.config.schema import SHIPPED_LOSSES, SamplingConfig
+from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
+from rl.config.schema import SHIPPED_LOSSES, JudgeConfig, SamplingConfig
 from rl.memory import footprint
 
 UNREAD: Mapping[str, tuple[str, Any]] = {
@@ -46,14 +46,14 @@ def _rules(resolved: Resolved) -> Iterator[str]:
     config, policy, renderer = resolved.config, resolved.policy, resolved.renderer
     algorithm, optimizer = config.algorithm, config.optimizer
     thought, lora = policy.config.thought, policy.config.lora
-    if not resolved.needs_judge:
-        yield from unread(config.judge, None, "no reward asks a judge", "judge.")
-        yield from unread(config.evaluation, "judge", "no reward asks a judge", "evaluation.")
-    if second := config.evaluation.judge:
-        keys = " ".join(
-            key for key in type(second).model_fields if key.startswith(("audit", "attack"))
-        )
-        yield from unread(second, keys, "the second judge is not audited", "evaluation.judge.")
+    if not resolved.by_judge["judge"].needs_judge:
+        yield from unread(config.judge, None, "no reward asks this judge", "judge.")
+    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
+    for plugin in resolved.rewards.values():
+        if plugin.keys.held_out_only and not is_evaluated:
+            yield f"{plugin.key}.held_out_only: nothing is evaluated, so the reward grades nothing"
+        if plugin.keys.judge is not None:
+            yield from _own_judge(plugin, plugin.keys.judge)
     for keys_path, (gate_key, value) in UNREAD.items():
         name, _, keys = keys_path.partition(".")
         section = getattr(config, name)
@@ -88,6 +88,17 @@ def _rules(resolved: Resolved) -> Iterator[str]:
             yield from unread(thought, "states", why, "policy.thought.")
 
 
+def _own_judge(plugin: RewardPlugin, judge: JudgeConfig) -> Iterator[str]:
+    """The keys of a reward's own judge that nothing reads."""
+    at = f"{plugin.key}.judge."
+    if not plugin.cls.needs_judge:
+        yield from unread(judge, None, f"reward {plugin.name} asks no judge", at)
+    yield from unread(judge, "max_failure_rate unreadable", "the run's judge has the limits", at)
+    if plugin.keys.held_out_only:
+        audit = [key for key in type(judge).model_fields if key.startswith(("audit", "attack"))]
+        yield from unread(judge, " ".join(audit), "a start audits judges that train", at)
+
+
 def doubtful(resolved: Resolved) -> list[str]:
     """'key: why' for each key that is valid but probably does not do what the user means."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
@@ -100,12 +111,13 @@ def doubtful(resolved: Resolved) -> list[str]:
         for key, cuts in cuts_tokens.items()
         if cuts
     ]
-    judge, second = resolved.config.judge, resolved.config.evaluation.judge
-    if second is not None and second.model == judge.model:
-        problems.append(
-            f"evaluation.judge.model: {second.model!r} is the judge itself, with the same blind "
-            "spots. Use a model of another family"
-        )
+    for key, part in resolved.by_judge.items():
+        is_second = not any(plugin.trains for plugin in part.rewards.values())
+        if key != "judge" and is_second and part.config.judge.model == resolved.config.judge.model:
+            problems.append(
+                f"{key}.model: {part.config.judge.model!r} is the run's judge, with the same blind "
+                "spots. Use a model of another family"
+            )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -70,7 +71,9 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     Raises ValueError with every changed key that breaks the run, its two values, and the remedy.
     """
-    old_flat, new_flat = _flatten(old), _flatten(new)
+    in_both = old.get("rewards", {}).keys() & new.get("rewards", {}).keys()
+    changed = (_held_out_only(old) | _held_out_only(new)) - in_both  # nothing is trained on them
+    old_flat, new_flat = _flatten(_without(old, changed)), _flatten(_without(new, changed))
     breaking: list[str] = []
     noted: list[str] = []
     for key in old_flat | new_flat:
@@ -98,8 +101,19 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that no resume may change, by dotted key."""
-    flat = _flatten(config)
+    flat = _flatten(_without(config, _held_out_only(config)))
     return {key: value for key, value in flat.items() if effect(key, config) == "breaks"}
+
+
+def _held_out_only(config: Mapping[str, Any]) -> set[str]:
+    rewards = config.get("rewards", {})
+    return {name for name, section in rewards.items() if section.get("held_out_only")}
+
+
+def _without(config: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """`config` without the rewards `names`."""
+    rewards = {name: each for name, each in config.get("rewards", {}).items() if name not in names}
+    return {**config, "rewards": rewards}
 
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
@@ -114,6 +128,7 @@ def effect(key: str, config: Mapping[str, Any]) -> Effect:
     judge = config.get("judge", {})
     if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
         return "harmless"  # no judge is asked
+    key = re.sub(r"^rewards\.[^.]+\.judge\.", "judge.", key)  # a reward's own judge
     if is_in(SYNC_POINTS):
         return "noted" if stale else "harmless"
     if is_in(LENGTH):

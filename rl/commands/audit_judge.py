@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--seed draws other scenes: leave it out with --pairs and --run")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
-        return asyncio.run(_run(args, resolved))
+        parts = resolved.by_judge
+        asked = [key for key, part in parts.items() if judge_audit.audited_rewards(part)[0]]
+        codes = {asyncio.run(_run(args, key, parts[key])) for key in asked or ["judge"]}
+        return next((code for code in (2, 1, 3) if code in codes), 0)
     except BrokenPipeError:
         raise
     except (ConfigError, JudgeError, ValueError, OSError) as error:
@@ -75,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
+async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> int:
+    """Ask one judge; `key`: as in `Resolved.by_judge`. Returns the exit code."""
     names, reasons = judge_audit.audited_rewards(resolved)
     for reason in reasons:
         print(reason)
@@ -115,7 +119,7 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
                 print("\n".join(audit_lines(audit)))
             undecided = 3 * any(audit.doubts for audit in audits)
             code = 1 if any(audit.failures for audit in audits) else undecided
-            page = file.with_suffix(".html")
+            page = file.with_name(f"{key.removesuffix('judge')}{file.stem}.html")
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
             judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})

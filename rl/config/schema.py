@@ -258,6 +258,18 @@ class JudgeConfig(Section):
     source or of another sample's result (the lower one), 1 = to that of the right result."""
 
 
+class RewardKeys(Section):
+    """Keys that the section of any reward may have beside those of its plugin."""
+
+    judge: JudgeConfig | None = None
+    """A judge of its own, with the keys of `judge`; null: the run's."""
+    held_out_only: bool = False
+    """It grades the held-out pictures only and trains nothing. `eval/gap/<reward>` says how far it
+    stays behind what the gain in the final reward predicts, and the run warns if that is beyond
+    noise: with a judge of another family it is a second judge (docs/judge.md). Where it fails,
+    training goes on."""
+
+
 class EvaluationConfig(Section):
     """The held-out evaluation: one completion per sample, greedy by default."""
 
@@ -281,11 +293,6 @@ class EvaluationConfig(Section):
     """Also draw and grade what the policy writes without its thought: the gain of thinking
     (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
     expects a thought (`format`) finds none. Used only where `policy.thought` is set."""
-    judge: JudgeConfig | None = None
-    """A second judge, best a model of another family: it grades the same held-out pictures by the
-    same rewards and trains nothing. `eval/judge_gap` says how far it stays behind what the judge's
-    gain predicts, and the run warns if that is beyond noise. If it fails, training goes on; its
-    `max_outage_s` limits the wait at each evaluation. null = none."""
 
 
 class CheckpointConfig(Section):
@@ -448,7 +455,8 @@ class RunConfig(Section):
     """A plugin of rl/renderers. `{ type: 'ray_pool', of: <renderer>, ... }` is read as `renderer:
     <renderer>` and `render_pool: { ... }`."""
     rewards: dict[str, PluginSection]
-    """Name -> a plugin of rl/rewards."""
+    """Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
+    `held_out_only` (docs/judge.md)."""
     final_reward: FinalReward = FinalReward()
     data: DataConfig
     sampling: SamplingConfig = SamplingConfig()
@@ -467,9 +475,9 @@ class RunConfig(Section):
 
     @property
     def judges(self) -> list[JudgeConfig]:
-        """The judge, and the second one if there is one."""
-        second = self.evaluation.judge
-        return [self.judge] if second is None else [self.judge, second]
+        """The judge, and those of single rewards."""
+        own = (section.get("judge") for section in self.rewards.values())
+        return [self.judge, *(JudgeConfig.model_validate(each) for each in own if each)]
 
     @property
     def run_dir(self) -> Path:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl.api.plugin import ModelRunner, PlacedConfig
@@ -74,8 +75,14 @@ def unknowns(resolved: Resolved) -> list[str]:
 def judge_share(resolved: Resolved) -> float | None:
     """Share of a rank's GPU that the judge takes that the run starts, as its command says; 0 if
     there is none, or none on the ranks' GPUs; None if the command says nothing."""
-    command = shlex.join(resolved.config.judge.start_command)
-    if not resolved.needs_judge or not command:
+    parts = [part for part in resolved.by_judge.values() if part.needs_judge]
+    shares = [_share_of(part.config.judge.start_command, resolved) for part in parts]
+    return None if None in shares else sum(share or 0.0 for share in shares)
+
+
+def _share_of(start_command: Sequence[str], resolved: Resolved) -> float | None:
+    command = shlex.join(start_command)
+    if not command:
         return 0.0
     ranks = [str(number) for number in range(resolved.config.world_size)]
     own = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(ranks)).split(",")[: len(ranks)]

@@ -147,7 +147,11 @@ def _iteration(
     )
     sizes_P = [len(completions_G) for completions_G in completions_PG]
     step = learner.begin(0, prompts_P, sampled.token_ids, sizes_P)
-    rewards = {name: _StubReward(_parts_of(config, name)) for name in resolved.rewards}
+    rewards = {
+        name: _StubReward(_parts_of(config, name))
+        for name, plugin in resolved.rewards.items()
+        if not plugin.keys.held_out_only
+    }
     context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
     timer = PhaseTimer()
     pending = begin(context, sampled, step, timer, lambda: False)

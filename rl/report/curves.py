@@ -49,13 +49,6 @@ CURVES = (
         1.0,
     ),
     Curve(
-        "Second judge, on held-out prompts",
-        (
-            Line("eval/second_judge/reward", "reward"),
-            Line("eval/judge_gap", "behind what the judge's gain predicts", "dash"),
-        ),
-    ),
-    Curve(
         "Reward in training",
         (Line("reward/mean", "sampled"), Line("bare_reward", "the user's own words", "dot")),
         1.0,

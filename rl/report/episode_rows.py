@@ -271,7 +271,6 @@ def record_row(
 ) -> dict[str, Any]:
     """A held-out sample. `stock`: the file of the stock arm's picture, in `<run>/stock`."""
     file_of = partial(picture, folder)
-    second = record.get("second_judge")
     return {
         **_member(record, names, file_of, pieces, limits),
         "id": text(str(record["id"]), 300),
@@ -280,7 +279,6 @@ def record_row(
         "ref": text(record.get("reference"), limits.text_chars),
         "bare": short(record.get("bare_reward")),
         "stock": short(record.get("stock_reward")),
-        "second": short(second.get("reward")) if isinstance(second, Mapping) else None,
         **_sources(record, file_of),
         "bimg": file_of(record.get("bare_file")),
         "simg": stock,

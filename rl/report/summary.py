@@ -228,11 +228,14 @@ def alarms(
             f"Drift: after {_listed(alarmed)} iterations, fixed prompts had lost more reward than "
             "chance explains."
         )
-    if alarmed := [str(row["iteration"]) for row in metrics if row.get("eval/judge_gap_alarm")]:
-        sentences.append(
-            f"Second judge: after {_listed(alarmed)} iterations its rewards had stayed behind what "
-            "the judge's gain predicts by more than noise; the policy may exploit the judge."
-        )
+    gap = "eval/gap_alarm/"
+    for name in sorted({key.removeprefix(gap) for row in metrics for key in row if gap in key}):
+        if alarmed := [str(row["iteration"]) for row in metrics if row.get(gap + name)]:
+            sentences.append(
+                f"{name}, which trains nothing: after {_listed(alarmed)} iterations it had stayed "
+                "behind what the gain in the final reward predicts by more than noise; the policy "
+                "may exploit its judge."
+            )
     watch = ExploitWatch()
     for row in metrics:
         line = {key: value for key in row if (value := number(row[key])) is not None}

@@ -35,10 +35,11 @@ async def scores(
     reward: Reward,
     inputs_G: Sequence[RewardInput],
     unreadable: Literal["ungraded", "lowest"] = "ungraded",
+    may_refuse: bool = False,
 ) -> Outputs:
     """Outputs of the reward `name`, one per input; `inputs_G` has one element if the reward grades
     single pictures. `unreadable`: as `judge.unreadable`. Raises `JudgeError`, which stops the
-    run, if the judge is set up wrongly."""
+    run, if the judge is set up wrongly, unless it `may_refuse`."""
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
@@ -56,7 +57,8 @@ async def scores(
     except BaseException as error:  # a real KeyboardInterrupt reaches only the main thread
         task = asyncio.current_task()
         is_cancelled = task is not None and task.cancelling() > 0
-        if isinstance(error, JudgeError) or is_lost_device(error) or is_cancelled:
+        is_refused = isinstance(error, JudgeError) and not may_refuse
+        if is_refused or is_lost_device(error) or is_cancelled:
             raise
         text = "".join(traceback.format_exception(error))
         failure = f"raised {described(error, method)}"

@@ -43,6 +43,8 @@ class RolloutContext:
     """Whether the renderer draws pictures; if not, there is no bare arm."""
     loop: BackgroundLoop
     """Event loop that runs rewards and judge requests while this thread renders."""
+    held_out_only: Mapping[str, Reward] = field(default_factory=dict)
+    """Rewards that grade held-out pictures too, beside `rewards`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +253,8 @@ class PendingRollout:
         self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
     ) -> None:
         unreadable = self._context.config.judge.unreadable
-        call = scores(name, reward, list(inputs.values()), unreadable)
+        may_refuse = name in self._context.held_out_only
+        call = scores(name, reward, list(inputs.values()), unreadable, may_refuse)
         future = self._context.loop.submit(call)
         self._futures.append(future)
         for index, unit in enumerate(inputs):

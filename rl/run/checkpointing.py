@@ -17,7 +17,7 @@ from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.run.last_finished import LastFinished
 
-_JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
+_JOURNAL = re.compile(r"(?:.+\.)?(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
 
 @dataclass(eq=False)

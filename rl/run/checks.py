@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Sample, Status
@@ -39,7 +39,7 @@ class Checks:
         self,
         config: RunConfig,
         dist: Dist,
-        judge: JudgeClient | None,
+        judges: Collection[JudgeClient],
         held_out: Sequence[Sample],
         plugin_metrics: PluginMetrics,
         watch: Watch,
@@ -47,7 +47,7 @@ class Checks:
         self.plugin_metrics = plugin_metrics
         self._config = config
         self._dist = dist
-        self._judge = judge
+        self._judges = judges
         self._held_out = HeldOutContents(held_out) if held_out else None
         self._watch = watch
         self._rendered: deque[tuple[int, int]] = deque()
@@ -100,8 +100,8 @@ class Checks:
         )
         causes = sum((counts for counts, _ in gathered), Counter[str]())
         first = next(failure for _, failures in gathered for failure in failures)
-        if self._judge is not None:
-            self._judge.drop_unusable()
+        for judge in self._judges:
+            judge.drop_unusable()
         raise TooManyFailuresError(
             f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
             f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "

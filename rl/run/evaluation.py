@@ -25,6 +25,7 @@ from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_st
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
 from rl.run.equal_words import check_equal_words
 from rl.run.held_out import score
+from rl.run.reward_gap import add_gaps
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
 from rl.text.scrub import scrubbed
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from rl.console.console import PhaseTimer
     from rl.ranks.dist import Dist
     from rl.record.writer import BackgroundWriter
-    from rl.run.second_judge import SecondJudge
 
 
 _ARMS = ("the policy", "the user's own words", "reference descriptions", "the thought cut", "stock")
@@ -64,7 +64,6 @@ def evaluate(
     dist: Dist,
     timer: PhaseTimer,
     writer: BackgroundWriter,
-    second_judge: SecondJudge | None = None,
 ) -> Metrics:
     """Metrics `eval/*` of all ranks' samples; every rank passes the same list. `writer` writes
     records and pictures."""
@@ -74,14 +73,12 @@ def evaluate(
     # A reward that compares the pictures of a group cannot grade a picture outside of a group.
     compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
-    second_P: Sequence[float | None] = [None] * len(rank_samples)
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         completions_P1, cut_P = _write(context, engine, prompts_P)
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
         _measure_arms(metrics, arms, dist)
-        asked = second_judge and second_judge.ask(iteration, arms.policy)
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
         if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
@@ -93,14 +90,12 @@ def evaluate(
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 bare_P, _ = arms.fixed["bare"]
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
-        if second_judge and asked:
-            second_P = second_judge.grades(asked)
-            second_judge.add_metrics(metrics, iteration, arms.policy, second_P, hashes_P)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    model = second_judge.model if second_judge else ""
-    verdicts_P = [None if r is None else {"model": model, "reward": r} for r in second_P]
-    _write_records(folder, arms, untrained_P, verdicts_P, dist, writer)
+    writer.drain()  # the first evaluation's records are read below
+    records_S = _write_records(folder, arms, untrained_P, dist, writer)
+    if dist.is_main:
+        add_gaps(metrics, context.held_out_only, folder, records_S)
     if not compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
@@ -220,16 +215,12 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode], dist: D
 
 
 def _write_records(
-    folder: Path,
-    arms: Arms,
-    untrained_P: Sequence[Rewards],
-    verdicts_P: Sequence[Mapping[str, Any] | None],
-    dist: Dist,
-    writer: BackgroundWriter,
-) -> None:
-    """Write a line per held-out sample of all ranks to one file, and the pictures beside it."""
+    folder: Path, arms: Arms, untrained_P: Sequence[Rewards], dist: Dist, writer: BackgroundWriter
+) -> list[Mapping[str, Any]]:
+    """Write a line per held-out sample of all ranks to one file, and the pictures beside it.
+    Returns the lines."""
     pictures: dict[Path, Image] = {}
-    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, verdicts_P, strict=True)
+    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, strict=True)
     records = [_record(folder, pictures, *row) for row in rows]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
@@ -241,6 +232,7 @@ def _write_records(
             write_atomically(folder / "records.jsonl", lines, private)
 
     writer.put("the evaluation's record", write)
+    return gathered
 
 
 def _record(
@@ -250,7 +242,6 @@ def _record(
     bare: Episode | None,
     untrained: Rewards,
     unthought: Episode | None,
-    second_judge: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     """A sample's record; adds path -> picture to `pictures` for its pictures."""
     sample = episode.prompt.sample
@@ -282,7 +273,6 @@ def _record(
         "shown": contents_of(sample),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
-        **({} if second_judge is None else {"second_judge": second_judge}),
         **without_thought,
         **files,
     }

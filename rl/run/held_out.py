@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl.api.types import Completion, Prompt
@@ -29,6 +30,7 @@ def score(
     """Render and grade completions of this rank's prompts. `weights`: opens a context in which the
     policy has the weights for its states. Raises `Interrupted` on every rank once any was asked to
     stop. Collective."""
+    context = replace(context, rewards={**context.rewards, **context.held_out_only})
     # The noise depends only on the sample, so that pictures differ only by words and weights.
     noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]

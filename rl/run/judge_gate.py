@@ -22,21 +22,17 @@ REMEDY = (
 
 
 def judge_passed(
-    resolved: Resolved,
-    judge: JudgeClient | None,
-    dist: Dist,
-    loop: BackgroundLoop,
-    console: Console,
+    resolved: Resolved, judge: JudgeClient, dist: Dist, loop: BackgroundLoop, console: Console
 ) -> bool | None:
     """Whether the judge has passed an audit; None if `judge.audit` is 'off' or no audited reward
-    asks the judge. Collective.
+    that trains asks the judge. Collective.
 
     'required' audits a judge that has not been audited, and raises JudgeError on every rank if
     the judge fails or its audit is undecided.
     """
     setting = resolved.config.judge.audit
     names = judge_audit.rewards_that_ask(resolved)
-    if judge is None or setting == "off" or not names:
+    if setting == "off" or not names:
         return None
     verdict = judge_audit.Verdict(None, "")
     if dist.is_main:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,7 +27,6 @@ from rl.run.checks import Checks
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
 from rl.run.recording import Recording
-from rl.run.second_judge import SecondJudge
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +49,10 @@ class Run:
     config: RunConfig
     dist: Dist
     timer: PhaseTimer
-    judge: JudgeClient | None
+    judges: Mapping[str, JudgeClient]
+    """By the keys of `Resolved.by_judge`."""
     judge_passed: bool | None
-    """Whether the judge has passed an audit; None: it need not."""
+    """Whether all judges that train have passed an audit; None: they need not."""
     context: RolloutContext
     """Policy, renderer and rewards."""
     engine: Engine
@@ -64,8 +64,6 @@ class Run:
     checks: Checks
     recording: Recording
     checkpointing: Checkpointing
-    second_judge: SecondJudge | None
-    """`evaluation.judge`; None without it, or if it could not be started."""
     num_iterations: int
     sync_dtype: str
     num_skipped_rows: int
@@ -176,7 +174,6 @@ class Run:
             self.dist,
             self.timer,
             self.checkpointing.writer,
-            self.second_judge,
         )
         self.checks.plugin_metrics.drop()
         return metrics
@@ -188,15 +185,16 @@ class Run:
         return done % every == 0 or done == self.num_iterations
 
     def open_journal(self, name: str, iteration: int) -> None:
-        """Open the file of the judge's replies, which a repeated iteration reuses."""
-        if self.judge is not None:
-            file = f"{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
-            self.judge.open_journal(self.config.run_dir / "judge" / file)
+        """Open the files of the judges' replies, which a repeated iteration reuses."""
+        for key, judge in self.judges.items():
+            prefix = "" if key == "judge" else f"{key}."
+            file = f"{prefix}{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
+            judge.open_journal(self.config.run_dir / "judge" / file)
 
     def log(self, done: int, metrics: Metrics) -> None:
         """Write a line of metrics of all ranks to record, trackers and console. Collective."""
-        if self.judge is not None:
-            _add_judge_stats(metrics, self.judge)
+        for judge in self.judges.values():
+            _add_judge_stats(metrics, judge)
         if self.judge_passed is not None:
             metrics.maximum("judge/audit_passed", float(self.judge_passed))
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
-from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge, with_second_judge
+from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
@@ -47,7 +47,6 @@ from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
-from rl.run.second_judge import SecondJudge
 from rl.run.watch import Watch
 from rl.trackers.tracking import Tracker
 
@@ -93,9 +92,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         loading_progress.note("waiting for the judge")
         try:
             with heartbeat.phase(WATCHED_ELSEWHERE):
-                judge = _open_judge(resolved, dist, loop, stack, console, sample)
-                passed = judge_passed(resolved, judge, dist, loop, console)
-                second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
+                judges, passed = _open_judges(resolved, dist, loop, stack, console, sample)
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
         loading_progress.note("")
@@ -105,7 +102,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes this prompt again
-        engine, context = _load_models(resolved, policy, dist, judge, loop, stack, console)
+        engine, context = _load_models(resolved, policy, dist, judges, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
@@ -119,13 +116,13 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
-        checks = _make_checks(resolved, context, engine, sources, held_out, judge, dist)
+        checks = _make_checks(resolved, context, engine, sources, held_out, judges, dist)
         checks.replay(record.lines())
         yield Run(
             config=config,
             dist=dist,
             timer=timer,
-            judge=judge,
+            judges=judges,
             judge_passed=passed,
             context=context,
             engine=engine,
@@ -136,7 +133,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             checks=checks,
             recording=recording,
             checkpointing=checkpointing,
-            second_judge=second_judge,
             num_iterations=num_iterations,
             sync_dtype=engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
@@ -263,7 +259,7 @@ def _load_models(
     resolved: build.Resolved,
     policy: Policy,
     dist: Dist,
-    judge: JudgeClient | None,
+    judges: Mapping[str, JudgeClient],
     loop: BackgroundLoop,
     stack: ExitStack,
     console: Console,
@@ -296,12 +292,16 @@ def _load_models(
             f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
             "(policy.model_path, policy.init_text_encoder_from)"
         )
-    rewards = build.build_rewards(resolved, judge, dist)
+    rewards = build.build_rewards(resolved, judges, dist)
     for reward in rewards.values():
         stack.callback(reward.close)
     _raise_if_stopped(dist)
     makes_images = resolved.renderer.cls.makes_images
-    context = RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+    plugins = resolved.rewards
+    held_out_only = {n: rewards.pop(n) for n in plugins if plugins[n].keys.held_out_only}
+    context = RolloutContext(
+        resolved.config, policy, renderer, rewards, makes_images, loop, held_out_only
+    )
     return engine, context
 
 
@@ -311,13 +311,13 @@ def _make_checks(
     engine: Engine,
     sources: Sequence[DataSource],
     held_out: Sequence[Sample],
-    judge: JudgeClient | None,
+    judges: Mapping[str, JudgeClient],
     dist: Dist,
 ) -> Checks:
     made: Made = [
         (resolved.policy, context.policy),
         (resolved.engine, engine),
-        *((plugin, context.rewards[name]) for name, plugin in resolved.rewards.items()),
+        *((resolved.rewards[name], reward) for name, reward in context.rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
     renderer = replace(resolved.renderer, cls=type(context.renderer))  # a pool has more metrics
@@ -325,94 +325,78 @@ def _make_checks(
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
+    return Checks(context.config, dist, judges.values(), held_out, plugin_metrics, watch)
 
 
-def _open_judge(
+def _open_judges(
     resolved: build.Resolved,
     dist: Dist,
     loop: BackgroundLoop,
     stack: ExitStack,
     console: Console,
     sample: Sample,
-) -> JudgeClient | None:
+) -> tuple[dict[str, JudgeClient], bool | None]:
+    """(a client of each judge that rewards ask, by the keys of `Resolved.by_judge`; whether those
+    that train have passed their audits, None if no audit is wanted). Collective."""
+    judges: dict[str, JudgeClient] = {}
+    passed: list[bool] = []
+    for key, part in resolved.by_judge.items():
+        if part.needs_judge:
+            judges[key] = _open_judge(part, key, dist, loop, stack, console, sample)
+            verdict = judge_passed(part, judges[key], dist, loop, console)
+            passed += [] if verdict is None else [verdict]
+    return judges, all(passed) if passed else None
+
+
+def _open_judge(
+    resolved: build.Resolved,
+    key: str,
+    dist: Dist,
+    loop: BackgroundLoop,
+    stack: ExitStack,
+    console: Console,
+    sample: Sample,
+) -> JudgeClient:
     """Connect to the judge and ask it about `sample` before models are loaded, so that an error is
-    reported within seconds if it is unreachable or cannot grade."""
-    if not resolved.needs_judge:
-        return None
+    reported within seconds if it is unreachable or cannot grade. That of a judge which only grades
+    held-out pictures is a warning."""
     config = resolved.config.judge
     if config.start_command:
-        log = resolved.config.run_dir / "logs" / f"judge_{dist.rank}.log"
-        console.say(f"starting the judge; its output: {log}")
+        log = resolved.config.run_dir / "logs" / f"{key}_{dist.rank}.log"
+        console.say(f"starting the judge ({key}); its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
-        console.say(f"checking the judge at {', '.join(api_bases)}")
+        console.say(f"checking the judge ({key}) at {', '.join(api_bases)}")
     judge = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
-    reachable = loop.run(judge.check_health(), signals.stop_received)
+    trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())
+    reachable = api_bases
+    if trains:
+        reachable = loop.run(judge.check_health(), signals.stop_received)
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
     outcome = JudgeCheck()
     if asks:
-        question = ask_judge(resolved, reachable, 0.0, sample)
+        wait_s = 0.0 if trains else START_PATIENCE_S
+        question = ask_judge(resolved, reachable, wait_s, sample)
         outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)
     outcomes = dist.gather((outcome.problems, outcome.dialects))
     if problems := [problem for rank_problems, _ in outcomes for problem in rank_problems]:
-        raise JudgeError("\n".join(problems))
+        listed = "\n".join(problems)
+        if trains:
+            raise JudgeError(listed)
+        if dist.is_main:
+            warn(f"{key}: it trains nothing, so training goes on without it: {listed}")
     for _, dialects in outcomes:
         judge.adopt(dialects)
-    if dist.is_main:
+    if dist.is_main and key == "judge":
         left_out = {base: sorted(dialect.names) for base, dialect in judge.dialects().items()}
         file = resolved.config.run_dir / "judge" / "left_out.json"
         write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
-
-
-def _open_second_judge(
-    resolved: build.Resolved,
-    dist: Dist,
-    loop: BackgroundLoop,
-    stack: ExitStack,
-    console: Console,
-    sample: Sample,
-) -> SecondJudge | None:
-    """Connect to `evaluation.judge` and ask it about `sample`; warns if it fails. None if there is
-    none, or if it could not be started. Collective."""
-    second = with_second_judge(resolved)
-    if second is None:
-        return None
-    config = second.config.judge
-    console.say("checking the second judge (evaluation.judge)")
-    outcome, api_bases = JudgeCheck(), []
-    try:
-        if config.start_command:
-            log = resolved.config.run_dir / "logs" / f"second_judge_{dist.rank}.log"
-            api_bases = [_start_judge(config, log, dist, loop, stack)]
-        else:
-            api_bases = [*resolve_api_bases(config.api_base)]
-        if dist.is_main:
-            question = ask_judge(second, api_bases, START_PATIENCE_S, sample)
-            outcome = loop.run(question, signals.stop_received)
-    except JudgeError as error:  # on every rank: it could not be started
-        outcome.problems.append(f"{error}\nIt is not asked until the run is started again.")
-    outcome = dist.broadcast(outcome)
-    for line in outcome.lines:
-        console.say(f"second judge: {line}")
-    if outcome.problems and dist.is_main:
-        listed = "\n".join(outcome.problems)
-        warn(f"evaluation.judge: the second judge fails; training goes on without it: {listed}")
-    if not api_bases:
-        return None
-    client = JudgeClient(config, api_bases)
-    stack.callback(lambda: loop.submit(client.aclose()).result())
-    client.adopt(outcome.dialects)
-    rewards = build.build_rewards(second, client, dist)
-    for reward in rewards.values():
-        stack.callback(reward.close)
-    return SecondJudge(resolved.config, client, rewards, loop, dist)
 
 
 def _start_judge(

@@ -140,7 +140,11 @@ def _work(resolved: Resolved) -> dict[str, int]:
         raise ValueError(f"renderer: {resolved.renderer.name} draws no pictures")
     config = resolved.config
     arms = config.generations_per_prompt + (config.bare_arm == "always")
-    rewards = (plugin for plugin in resolved.rewards.values() if plugin.cls.needs_judge)
+    rewards = (
+        plugin
+        for plugin in resolved.rewards.values()
+        if plugin.cls.needs_judge and not plugin.keys.held_out_only
+    )
     return {
         "num_ranks": config.world_size,
         "num_groups": config.prompts_per_iteration // config.world_size,

@@ -117,15 +117,14 @@ def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fault", [None, Fault(reply="A lovely picture.")])
-def test_the_second_judge_is_asked_as_well(tmp_path: Path, fault: Fault | None) -> None:
+def test_the_judge_of_one_reward_is_asked_as_well(tmp_path: Path, fault: Fault | None) -> None:
     with FaultyJudge() as judge, FaultyJudge(after=fault) as second:
         two = {"model": MODEL, "api_base": second.api_base, "max_attempts": 2}
-        evaluation = {"num_samples": 1, "every_n_iterations": 1, "judge": two}
-        rows = [{"type": "edit_jsonl", "path": str(tmp_path / "train.jsonl")}]
-        changes = {"evaluation": evaluation, "data": {"train": rows, "validation": rows}}
-        text, code = report_online(tmp_path, judge.api_base, **changes)
+        own = {"type": "viescore", "judge": two}
+        rewards = {"viescore": {"type": "viescore"}, "second": own}
+        text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
     assert second.requests and code == bool(fault), text
-    assert not fault or holds(text, "1 wrong ... evaluation.judge: ... no JSON object")
+    assert not fault or holds(text, "1 wrong ... rewards.second.judge: ... no JSON object")
 
 
 def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> None:

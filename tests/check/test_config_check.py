@@ -39,7 +39,8 @@ DROPS_OUT = {
 }
 QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
 SHARES = {"type": "vllm", "share_base_weights": True}
-SECOND = {"judge": {"api_base": "http://h:2", "model": "other"}}
+SECOND = RIGHT | {"judge": {"api_base": "http://h:2", "model": "other"}}
+HELD_OUT = SECOND | {"held_out_only": True}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "vllm", "max_model_length": 64}},
      "engine.max_model_length: ... 'max_model_len'"),
@@ -62,15 +63,21 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "judge.api_base ... 'http://h:x' ... port"),
     ({"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
      "judge.api_key_env ... NO_SUCH_KEY_HERE ... environment ... export"),
-    ({"evaluation": SECOND | {"judge": {"api_base": ""}}}, "evaluation.judge.api_base ... empty"),
-    ({"evaluation": SECOND | {"judge": {"start_command": ["no_such_judge", "{url_file}"]}}},
-     "evaluation.judge.start_command: ... 'no_such_judge' ... PATH"),
-    ({"evaluation": SECOND, "rewards": {"vie": RIGHT | {"n_evals": 2, "temperature": None}},
+    ({"rewards": {"vie": RIGHT, "own": RIGHT | {"judge": {"api_base": ""}}}},
+     "rewards.own.judge.api_base ... empty"),
+    ({"rewards": {"own": RIGHT | {"judge": {"start_command": ["no_such_judge", "{url_file}"]}}}},
+     "rewards.own.judge.start_command: ... 'no_such_judge' ... PATH"),
+    ({"rewards": {"own": RIGHT | {"judge": {"modle": "b"}}}},
+     "rewards.own.judge.modle: ... 'model'"),
+    ({"rewards": {"own": RIGHT | {"held_out_only": "yes"}}}, "rewards.own.held_out_only: ... yes"),
+    ({"rewards": {"vie": RIGHT, "own": SECOND | {"n_evals": 2, "temperature": None}},
       "judge": {"api_base": "http://h:1", "temperature": 0.5}},
-     "evaluation.judge: ... rewards.vie.n_evals: ... temperature 0"),
-    ({"evaluation": SECOND,
-      "rewards": {"vie": RIGHT, "ranks": {"type": "tests.tiny_rewards.Ranks"}}},
-     "evaluation.judge: ... rewards.ranks compares ... one ... null"),
+     "rewards.own.n_evals: ... temperature 0"),
+    ({"rewards": {"vie": RIGHT, "own": HELD_OUT | {"type": "tests.tiny_rewards.Ranks"}}},
+     "rewards.own.held_out_only: ... compares ... one"),
+    ({"rewards": {"own": HELD_OUT}}, "rewards: only diagnostics"),
+    ({"rewards": {"vie": RIGHT, "own": HELD_OUT}, "final_reward": {"weights": {"own": 1}}},
+     "final_reward.weights.own: ... no picture of training"),
     ({"renderer": {"type": "none"}}, "rewards.vie: ... pictures ... renderer none"),
     ({"renderer": {"type": "qwen_image_edit", "height_px": 512}},
      "renderer.height_px, width_px: ... both"),

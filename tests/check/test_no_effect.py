@@ -26,6 +26,10 @@ def test_a_shipped_config_sets_no_key_without_effect(name: str) -> None:
 
 
 EDITOR = "qwen_image_edit"
+SECOND = (
+    'rewards.second={"type": "viescore", "held_out_only": true, '
+    '"judge": {"model": "b", "audit": "off", "unreadable": "lowest"}}'
+)
 CASES: list[tuple[str, list[str], list[str]]] = [
     (EDITOR, ["optimizer.backend=torch", "optimizer.zero_stage=3"], ["zero_stage"]),
     (EDITOR, ["algorithm.clip_high=0.3"], ["clip_high"]),
@@ -56,7 +60,11 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("quickstart", ["policy.thought.states=attended"], []),
     ("quickstart", ["evaluation.thought_gain=true"], ["evaluation.thought_gain"]),
     ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
-    ("quickstart", ['evaluation.judge={"model": "b", "audit": "off"}'], ["evaluation.judge.audit"]),
+    ("quickstart", [SECOND], ["rewards.second.judge.audit", "rewards.second.judge.unreadable"]),
+    ("quickstart", [SECOND, "evaluation.every_n_iterations=0"],
+     ["data.validation", "rewards.second.held_out_only",
+      "rewards.second.judge.audit", "rewards.second.judge.unreadable"]),
+    ("tiny_prompts", ['rewards.clip.judge={"model": "b"}'], ["rewards.clip.judge.model"]),
     ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
     ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
     ("tiny_earl", ["policy.text_only_steps=3"], ["policy.text_only_steps"]),

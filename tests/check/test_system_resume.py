@@ -180,3 +180,21 @@ def test_a_key_missing_in_a_checkpoint_means_its_default() -> None:
     assert check_resume(old, new) == []
     with pytest.raises(ValueError, match="max_staleness: 0 -> 1"):
         check_resume(old, new | {"max_staleness": 1})
+
+
+def test_a_reward_that_trains_nothing_may_come_and_go_but_keeps_its_meaning() -> None:
+    judge = {"model": "b", "api_base": "http://h:1"}
+    second = {"type": "viescore", "held_out_only": True, "judge": judge}
+    with_second = resolved(rewards={"judge": {"type": "viescore"}, "second": second})
+    without = resolved(rewards={"judge": {"type": "viescore"}})
+    assert check_resume(with_second, without) == check_resume(without, with_second) == []
+    elsewhere = second | {"judge": judge | {"api_base": "http://h:2"}}
+    changed = resolved(rewards={"judge": {"type": "viescore"}, "second": elsewhere})
+    assert check_resume(with_second, changed) == []
+    for change in ({"judge": judge | {"model": "c"}}, {"held_out_only": False}):
+        changed = resolved(rewards={"judge": {"type": "viescore"}, "second": second | change})
+        with pytest.raises(ValueError, match=r"rewards\.second\.(judge\.model|held_out_only)"):
+            check_resume(with_second, changed)
+    training = resolved(rewards={"judge": {"type": "viescore", "judge": judge}})
+    with pytest.raises(ValueError, match=r"rewards\.judge\.judge\.model: 'b' -> "):
+        check_resume(training, without)

@@ -170,8 +170,8 @@ def opened(
 def iterate(run: Run) -> Rollout:
     """Runs one iteration, from the weight sync to the record."""
     run.sync_engine()
-    if run.judge is not None:
-        run.judge.take_stats()  # drops the health check
+    for judge in run.judges.values():
+        judge.take_stats()  # drops the health check
     pending = roll_out(run, 0)
     learn_from(run, pending)
     return pending.rollout.finished()

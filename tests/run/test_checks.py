@@ -23,7 +23,7 @@ def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
     config = run_config(**changes)
     plugin_metrics = MagicMock(take=lambda reported: Metrics())
     return Checks(
-        config, Dist(), None, held_out or [], plugin_metrics, Watch(config, "float32", 0.0)
+        config, Dist(), [], held_out or [], plugin_metrics, Watch(config, "float32", 0.0)
     )
 
 

@@ -28,16 +28,14 @@ from rl.api.types import (
     Row,
     Sample,
 )
-from rl.config.schema import JudgeConfig
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
-from rl.judge.client import JudgeClient, JudgeRefused
+from rl.judge.client import JudgeRefused
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import doc_of
-from rl.run.second_judge import SecondJudge
 
 Grades = Callable[[RewardInput], float | RewardOutput]
 ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
@@ -129,17 +127,14 @@ def evaluate_samples(
         Sample(str(i), f"do it {i}", reference="right" if i == 0 else None)
         for i in range(num_samples)
     ]
-    config = run_config(optimizer={"max_tokens_per_micro_batch": 3})
+    weights = {"weights": {"judge": 1.0}}
+    config = run_config(optimizer={"max_tokens_per_micro_batch": 3}, final_reward=weights)
     with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
         renderer, rewards = Blank(PluginConfig(), Resources(None, "cpu")), {"judge": Graded(grade)}
-        context = RolloutContext(config, policy, renderer, rewards, True, loop)
-        judge = None
-        if second is not None:
-            placed = config.model_copy(update={"base_exp_dir": str(folder), "run_name": "."})
-            client = JudgeClient(JudgeConfig(model="second"), "http://127.0.0.1:9")
-            judge = SecondJudge(placed, client, {"judge": Graded(second)}, loop, dist)
+        others = {} if second is None else {"second": Graded(second)}
+        context = RolloutContext(config, policy, renderer, rewards, True, loop, others)
         timer = PhaseTimer()
-        metrics = evaluate(context, ENGINE, samples, iteration, folder, dist, timer, writer, judge)
+        metrics = evaluate(context, ENGINE, samples, iteration, folder, dist, timer, writer)
     return dist.reduce(metrics)
 
 
@@ -173,11 +168,11 @@ def by_number(low: float, scale: float) -> Grades:
     return lambda evidence: low + scale * int(evidence.sample.id) / 16
 
 
-def test_a_resumed_run_finds_the_second_judge_as_far_behind_as_its_records_say(
+def test_a_resumed_run_finds_a_second_reward_as_far_behind_as_its_records_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both judges rank alike at first; then the judge gives 0.4 more, and the second one does not.
-    Each evaluation has a new `SecondJudge`, as after a resume."""
+    """Both rewards rank alike at first; then the judge gives 0.4 more, and the second one does not.
+    Nothing but the records passes from one evaluation to the next, as after a resume."""
 
     def measured(iteration: int, grade: Grades) -> dict[str, float]:
         policy, dist, second = Gathering(Dist()), Dist(), by_number(0.2, 0.3)
@@ -185,27 +180,24 @@ def test_a_resumed_run_finds_the_second_judge_as_far_behind_as_its_records_say(
         return {
             name: value
             for name, value in metrics.items()
-            if name.startswith("eval/") and "judge" in name
+            if name.startswith("eval/") and "second" in name
         }
 
     first = measured(0, by_number(0.1, 0.5))
     mean = sum(range(16)) / 16 / 16
     assert first == {
-        "eval/part/judge": pytest.approx(0.1 + 0.5 * mean),
-        "eval/second_judge/ungraded": 0.0,
-        "eval/second_judge/reward": pytest.approx(0.2 + 0.3 * mean),
-        "eval/second_judge/correlation": pytest.approx(1.0),
-        "eval/judge_gap": 0.0,
-        "eval/judge_gap_error": 0.0,
-        "eval/judge_gap_alarm": 0.0,
+        "eval/part/second": pytest.approx(0.2 + 0.3 * mean),
+        "eval/ungraded/second": 0.0,
+        "eval/correlation/second": pytest.approx(1.0),
+        "eval/gap/second": 0.0,
+        "eval/gap_error/second": 0.0,
+        "eval/gap_alarm/second": 0.0,
     }
     assert all(map(doc_of, first)) and not capsys.readouterr().err
     later = measured(5, by_number(0.5, 0.5))
-    assert later["eval/judge_gap"] == pytest.approx(0.6 * 0.4), "slope 0.3 / 0.5 x gain 0.4"
-    assert later["eval/judge_gap_alarm"] == 1.0
-    assert holds(capsys.readouterr().err, "after 5 iterations ... +0.400 ... 'second' ... 0.240")
-    rows = rows_of(tmp_path / "evaluation/it_000005/records.jsonl")
-    assert rows[0]["second_judge"] == {"model": "second", "reward": pytest.approx(0.2)}
+    assert later["eval/gap/second"] == pytest.approx(0.6 * 0.4), "slope 0.3 / 0.5 x gain 0.4"
+    assert later["eval/gap_alarm/second"] == 1.0
+    assert holds(capsys.readouterr().err, "it_000005 ... +0.400 ... second ... 0.240")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +232,7 @@ def test_a_failing_second_judge_is_reported_and_stops_nothing(
         return RewardOutput(None, failure="no score") if evidence.sample.id == "1" else 0.5
 
     found = evaluate_samples(Gathering(Dist()), 2, tmp_path, Dist(), second=second)
-    assert found["eval/reward"] == 0.5 and found["eval/second_judge/reward"] == 0.5
-    assert found["eval/second_judge/ungraded"] == 0.5
-    cause = "wrong key" if fails == "refuses" else "judge: no score"
-    assert holds(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {cause}")
+    assert found["eval/reward"] == 0.5 and found["eval/part/second"] == 0.5
+    assert found["eval/ungraded"] == 0.0 and found["eval/ungraded/second"] == 0.5
+    cause = "wrong key" if fails == "refuses" else "no score"
+    assert holds(capsys.readouterr().err, f"second did not grade 1 of 2 ... goes on ... {cause}")

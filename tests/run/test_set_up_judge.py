@@ -33,7 +33,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_run(folder: Path, judge: FaultyJudge, second: Any = None) -> None:
     config = tiny_loop.config_of({"policy": "some/base", "editor": "some/editor"}, folder)
     config["judge"] = {"api_base": judge.api_base, "model": MODEL, "max_attempts": 1}
-    config["evaluation"]["judge"] = second
+    if second is not None:
+        own = {"type": "viescore", "held_out_only": True, "judge": second}
+        config["rewards"] |= {"second": own}
     with set_up.open_run(load_config(tiny_loop.write_config(folder, config)), Dist()):
         raise AssertionError("the run opened without a model")
 
@@ -74,24 +76,21 @@ def test_parameters_that_the_judge_rejects_are_remembered_and_not_counted_as_ret
     assert f"rewards.viescore: {judge.api_base} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("second", "parts"),
-    [
-        (
-            {"start_command": ["{python}", "-c", "raise SystemExit('no GPU')", "{url_file}"]},
-            "no GPU",
-        ),
-        ({"api_base": "http://127.0.0.1:9"}, "no judge at http://127.0.0.1:9"),
-    ],
-)
-def test_a_second_judge_that_fails_at_the_start_is_a_warning(
-    second: dict[str, Any],
-    parts: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_second_judge_that_does_not_answer_at_the_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(set_up, "START_PATIENCE_S", 0.0)
     with FaultyJudge() as judge, pytest.raises(LoadingError):
-        open_run(tmp_path, judge, second)
-    assert holds(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {parts}")
+        open_run(tmp_path, judge, {"api_base": "http://127.0.0.1:9", "model": "second"})
+    parts = "rewards.second.judge: ... training goes on ... no judge at http://127.0.0.1:9"
+    assert holds(capsys.readouterr().err, parts)
+
+
+def test_a_reward_asks_its_own_judge_and_no_other(tmp_path: Path) -> None:
+    with FaultyJudge() as judge, FaultyJudge() as second:
+        with pytest.raises(LoadingError):
+            open_run(tmp_path, judge, {"api_base": second.api_base, "model": MODEL})
+        assert len(judge.requests) == len(second.requests) == 2, "each question of VIEScore once"
+        broken = ["{python}", "-c", "raise SystemExit('no GPU')", "{url_file}"]
+        with pytest.raises(JudgeError, match="no GPU"):
+            open_run(tmp_path, judge, {"start_command": broken, "model": MODEL})

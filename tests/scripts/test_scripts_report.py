@@ -106,11 +106,11 @@ def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys
 
 def test_alarms_about_the_judge_are_on_the_page(run_dir, capsys):
     row = {"optimizer/steps": 1, "pictures/rewarded_copies": 0.5, "pictures/copies": "damaged"}
-    rows = [{"iteration": i, "eval/judge_gap_alarm": i // 6, **row} for i in range(1, 7)]
+    rows = [{"iteration": i, "eval/gap_alarm/second": i // 6, **row} for i in range(1, 7)]
     (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
     page = (run_dir / "report" / "index.html").read_text("utf-8")
-    assert holds(page, "Second judge: after 6 iterations ... exploit the judge")
+    assert holds(page, "second, which trains nothing: after 6 iterations ... exploit its judge")
     assert holds(page, "Iteration 5: 50% of the graded pictures ... pays for doing nothing")
     assert page.count("pays for doing nothing") == 1
 

@@ -173,7 +173,8 @@
     const {curves} = page.facts;
     const parts = new Set(Object.keys(data.of).map((name) => /^(?:reward|eval)\/part\/(.*)/s.exec(name)?.[1]).filter(Boolean));
     const ofPart = (part) => ({title: part, top: null,
-      lines: [[`reward/part/${part}`, "sampled", "main"], [`eval/part/${part}`, "held-out", "dash"]]});
+      lines: [[`reward/part/${part}`, "sampled", "main"], [`eval/part/${part}`, "held-out", "dash"],
+        [`eval/gap/${part}`, "behind what the final reward's gain predicts", "dot"]]});
     view("main").replaceChildren(...all(curves.filter((curve) => curve.main)));
     view("histograms").replaceChildren(...(data.histograms.length ? [
       histogram("Rewards", data.histograms, 0, 0.05, data, state),

@@ -188,7 +188,6 @@
       el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), page.marked(row.text || "(no words)", old?.text ?? row.text, "bdi")),
       row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Reference description: "), isolated(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,
-        row.second == null ? "" : `, by the second judge ${num(row.second, 2)}`,
         old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
       row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
       ...replies(row.said), partsTable(evaluation.parts, row.parts), tokens(row), row.seed === null ? null : provenance(row),
