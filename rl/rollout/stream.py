@@ -44,6 +44,12 @@ class RolloutContext:
     loop: BackgroundLoop
     """Event loop that runs rewards and judge requests while this thread renders."""
 
+    @property
+    def compares_pictures(self) -> bool:
+        """Whether a reward compares the pictures of a group, so that it cannot grade a picture
+        outside of a group."""
+        return any(reward.scores_groups() for reward in self.rewards.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Sampled:

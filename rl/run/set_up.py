@@ -119,7 +119,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
-        checks = _make_checks(resolved, context, engine, sources, held_out, judge, dist)
+        checks = _make_checks(resolved, context, engine, sources, held_out, dist)
         checks.replay(record.lines())
         yield Run(
             config=config,
@@ -311,7 +311,6 @@ def _make_checks(
     engine: Engine,
     sources: Sequence[DataSource],
     held_out: Sequence[Sample],
-    judge: JudgeClient | None,
     dist: Dist,
 ) -> Checks:
     made: Made = [
@@ -325,7 +324,7 @@ def _make_checks(
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
+    return Checks(context.config, dist, held_out, plugin_metrics, watch)
 
 
 def _open_judge(
