@@ -27,7 +27,7 @@ from rl.files.atomic import write_atomically
 from rl.judge.background import BackgroundLoop, StoppedError
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
-from rl.judge.server import StartedJudge
+from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
@@ -340,14 +340,14 @@ def _open_judge(
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
+    log = resolved.config.run_dir / "logs" / f"judge_{dist.rank - dist.local_rank}.log"
     if config.start_command:
-        log = resolved.config.run_dir / "logs" / f"judge_{dist.rank}.log"
         console.say(f"starting the judge; its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
         console.say(f"checking the judge at {', '.join(api_bases)}")
-    judge = JudgeClient(config, api_bases)
+    judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     reachable = loop.run(judge.check_health(), signals.stop_received)
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
@@ -423,8 +423,8 @@ def _start_judge(
     """
     api_base, problem = "", ""
     if dist.local_rank == 0:
-        started = stack.enter_context(StartedJudge(config, log))
         try:
+            started = stack.enter_context(StartedJudge(config, log))
             api_base = loop.run(started.wait_until_ready(), signals.stop_received)
         except JudgeError as error:
             problem = str(error)
