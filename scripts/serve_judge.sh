@@ -46,10 +46,8 @@ if [[ $host != 127.* && $host != localhost && -z ${VLLM_API_KEY:-} ]]; then
         "can use it." >&2
 fi
 # Another run's judge on this port would answer this run's questions. One that is ending gets 10 s.
-probed=$host
-[[ $host == 0.0.0.0 ]] && probed=127.0.0.1
 tries=0
-while (exec 3<>"/dev/tcp/$probed/$port") 2>/dev/null; do
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
     if ((++tries > 20)); then
         echo "serve_judge.sh: another process answers on port $port: set JUDGE_PORT to a free one" >&2
         exit 1

@@ -245,7 +245,9 @@ class Address:
 class Addresses:
     """All addresses of one judge. Belongs to one event loop."""
 
-    def __init__(self, config: JudgeConfig, urls: Sequence[str], check: Callable[[], None]) -> None:
+    def __init__(
+        self, config: JudgeConfig, urls: Sequence[str], check: Callable[[], None] = lambda: None
+    ) -> None:
         self.config = config
         self._check = check
         self.stats = JudgeStats()

@@ -20,7 +20,7 @@ from rl.config.schema import JudgeConfig
 from rl.files.atomic import write_atomically
 from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
+from rl.judge.endpoint import MAX_FILE_BYTES, is_loopback, resolve_api_base
 from rl.judge.guard import GRACE_S
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.text.scrub import environment_without
@@ -217,11 +217,12 @@ def raise_if_ended(config: JudgeConfig, log: Path) -> None:
 
 
 def _answers(api_base: str) -> bool:
-    """Whether a process accepts a connection at this address."""
+    """Whether a process of this machine accepts a connection at this address. (Elsewhere a gateway
+    may accept one for it.)"""
     url = urlsplit(api_base)
-    port = url.port or {"http": 80, "https": 443}[url.scheme]
-    with suppress(OSError), socket.create_connection((url.hostname, port), CONNECT_S):
-        return True
+    if is_loopback(api_base):
+        with suppress(OSError), socket.create_connection((url.hostname, url.port or 80), CONNECT_S):
+            return True
     return False
 
 
