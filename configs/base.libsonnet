@@ -215,7 +215,7 @@
     // always leaves it UNGRADED.
     unreadable: 'ungraded',
     // The run stops (checkpoint saved) when more than this share of an iteration's episodes is
-    // UNGRADED.
+    // UNGRADED, or of a held-out evaluation's pictures for another reason than unreadable replies.
     max_failure_rate: 0.5,
     // What a run does about its judge's audit (`rl judge audit`, docs/judge.md). warn: without a
     // passed audit, console, page and model card say so; required: the run audits a judge without

@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         problems += check_report.problems(config)
         problems = problems or _memory_problems(args, config)
         problems = problems or run_folder.create_and_check(config.run_dir)
+        problems = problems or check_report.problems_before_fetching(build.resolve(config))
         problems = problems or fetch_models(build.resolve(config))
         if problems:
             raise ConfigError(problems)

@@ -45,6 +45,15 @@ if [[ $host != 127.* && $host != localhost && -z ${VLLM_API_KEY:-} ]]; then
     echo "serve_judge.sh: listening on $host without VLLM_API_KEY: anyone who reaches this port" \
         "can use it." >&2
 fi
+# Another run's judge on this port would answer this run's questions. One that is ending gets 10 s.
+tries=0
+while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do
+    if ((++tries > 20)); then
+        echo "serve_judge.sh: another process answers on port $port: set JUDGE_PORT to a free one" >&2
+        exit 1
+    fi
+    sleep 0.5
+done
 if [[ -n ${JUDGE_URL_FILE:-} ]]; then
     public_host=$host
     [[ $host == 0.0.0.0 ]] && public_host=$(hostname)

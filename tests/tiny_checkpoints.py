@@ -27,12 +27,15 @@ def save(
     final: bool = False,
     size: int = 12,
     reward: float | None = None,
+    **measured: float,
 ) -> Path | None:
     """Every number in the checkpoint is its iteration, so that a mixture is noticed. `reward`: the
-    held-out reward, in a line of metrics that is written before the checkpoint."""
+    held-out reward, in a line of metrics that is written before the checkpoint, with `measured`, of
+    the evaluation as well."""
     with suppress(GoneError):
         metrics = checkpoints.folder.parent / "metrics.jsonl"
-        append_line(metrics, json_line({"iteration": iteration, "eval/reward": reward}))
+        line = {f"eval/{name}": value for name, value in {"reward": reward, **measured}.items()}
+        append_line(metrics, json_line({"iteration": iteration, **line}))
 
     def write(folder: Path) -> None:
         (folder / "adapter_model.bin").write_text(str(iteration) * 100)

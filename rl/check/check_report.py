@@ -7,12 +7,15 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from rl import build
+from rl.api.plugin import PluginConfig
 from rl.audit import judge_audit
 from rl.check import compatibility
-from rl.check.ask_judge import ask_judge
+from rl.check.ask_judge import START_PATIENCE_S, ask_judge
 from rl.check.dry_run import dry_problems, plugins_to_try
+from rl.check.fetch import hub_models
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
 from rl.check.resume import check_resume
@@ -148,12 +151,31 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     return "\n".join([*lines, verdict]), code
 
 
-def _asked_now(resolved: build.Resolved) -> tuple[list[str], list[str]]:
-    """(what the judge's endpoints answered, problems)."""
+def problems_before_fetching(resolved: build.Resolved) -> list[str]:
+    """Mistakes that a start would find after it has fetched models: those of rows, of local files
+    first, then of the judge. [] if no model is to be fetched."""
+    if all(is_cached for *_, is_cached in hub_models(resolved)):
+        return []
+    plugins = [*resolved.train, *resolved.validation]
+    try:
+        for plugin in sorted(plugins, key=lambda plugin: not _is_local(plugin.config)):
+            for source in build.build_data(resolved, [plugin]):
+                source.close()
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return _asked_now(resolved, START_PATIENCE_S)[1] if resolved.needs_judge else []
+
+
+def _is_local(config: PluginConfig) -> bool:
+    return Path(str(getattr(config, "path", "."))).exists()
+
+
+def _asked_now(resolved: build.Resolved, wait_s: float = 0.0) -> tuple[list[str], list[str]]:
+    """(what the judge's endpoints answered, problems). `wait_s`: time limit of a judge's start."""
     judge = resolved.config.judge
     if judge.start_command:
         return ["not asked now: the run starts the judge and then asks it"], []
-    check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
+    check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s))
     return check.lines or ["none answered"], check.problems
 
 

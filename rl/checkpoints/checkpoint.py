@@ -235,17 +235,22 @@ class Checkpoints:
     def _prune(self) -> None:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
         best on held-out samples, any that may be the best, every n-th, and any with changes."""
-        steps, rewards = steps_of(self.folder.parent), held_out_rewards(self.folder.parent)
+        steps, rows = steps_of(self.folder.parent), _rows_of(self.folder.parent)
+        rewards = {iteration: _held_out_reward(row) for iteration, row in rows.items()}
         whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
         every = self._config.keep_every_n_iterations
         kept = {*sorted(whole)[-_NUM_NEWEST_KEPT:], best_of(sorted(whole), rewards)}
         kept |= {iteration for iteration in whole if every and iteration % every == 0}
+        bounds = {iteration: _held_out_bounds(rows[iteration]) for iteration in whole & rows.keys()}
+        surpassed = max((low for low, _ in bounds.values()), default=0.0)
         for path in steps:
             iteration = iteration_of(path)
             if iteration in kept:
                 continue
             if iteration in whole - rewards.keys():
                 why = "metrics.jsonl has no readable line for it, so it may be the best"
+            elif iteration in whole and bounds[iteration][1] > surpassed:
+                why = "some of its held-out samples were not graded, so it may be the best"
             else:
                 why = _changes_in(path)
             if not why:
@@ -367,14 +372,32 @@ def steps_of(run_dir: Path) -> list[Path]:
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
+    return {iteration: _held_out_reward(row) for iteration, row in _rows_of(run_dir).items()}
+
+
+def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
+    """Iterations done -> last readable line of metrics.jsonl; there may be none before training."""
     file = run_dir / "metrics.jsonl"
-    rewards: dict[int, float | None] = {0: None}  # there may be no line before training
-    for row in read_rows(file)[0] if file.is_file() else []:
-        if type(row.get("iteration")) is int:
-            value: Any = row.get("eval/reward")
-            is_reward = type(value) in (int, float) and 0 <= value <= 1
-            rewards[row["iteration"]] = float(value) if is_reward else None
-    return rewards
+    rows = read_rows(file)[0] if file.is_file() else []
+    return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}
+
+
+def _held_out_reward(row: Mapping[str, Any], name: str = "eval/reward") -> float | None:
+    """A mean over the held-out samples, 0..1; None if there is none."""
+    value: Any = row.get(name)
+    return float(value) if type(value) in (int, float) and 0 <= value <= 1 else None
+
+
+def _held_out_bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+    """(least, greatest) mean held-out reward: samples for which no judge was reached count as 0 and
+    as 1. Unreadable replies are left out, as from the mean; (0, 0) without an evaluation."""
+    reward = _held_out_reward(row)
+    if reward is None:
+        return 0.0, float("eval/ungraded" in row)
+    ungraded = _held_out_reward(row, "eval/ungraded") or 0.0
+    lost = max(0.0, ungraded - (_held_out_reward(row, "eval/unreadable") or 0.0))
+    share = lost / (1 - ungraded + lost or 1.0)
+    return reward * (1 - share), reward * (1 - share) + share
 
 
 def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:

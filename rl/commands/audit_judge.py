@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from rl.check.this_machine import has_gpus
 from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
-from rl.judge.server import StartedJudge
+from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.error_messages import remedy
 from rl.report.reading import find_run
 from rl.text import command_line, terminal
@@ -132,13 +133,13 @@ async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClien
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
+    log = judge_audit.file_of(resolved.config).with_suffix(".log")
     bases: Sequence[str]
     if config.start_command:
-        log = judge_audit.file_of(resolved.config).with_suffix(".log")
         bases = [await stack.enter_context(StartedJudge(config, log)).wait_until_ready()]
     else:
         bases = resolve_api_bases(config.api_base)
-    client = JudgeClient(config, bases)
+    client = JudgeClient(config, bases, check=partial(raise_if_ended, config, log))
     stack.push_async_callback(client.aclose)
     await client.check_health(0.0)
     return client

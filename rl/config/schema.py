@@ -237,7 +237,7 @@ class JudgeConfig(Section):
     always leaves it UNGRADED."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
-    UNGRADED."""
+    UNGRADED, or of a held-out evaluation's pictures for another reason than unreadable replies."""
     audit: Literal["off", "warn", "required"] = "warn"
     """What a run does about its judge's audit (`rl judge audit`, docs/judge.md). warn: without a
     passed audit, console, page and model card say so; required: the run audits a judge without an

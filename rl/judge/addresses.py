@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -245,8 +245,11 @@ class Address:
 class Addresses:
     """All addresses of one judge. Belongs to one event loop."""
 
-    def __init__(self, config: JudgeConfig, urls: Sequence[str]) -> None:
+    def __init__(
+        self, config: JudgeConfig, urls: Sequence[str], check: Callable[[], None] = lambda: None
+    ) -> None:
         self.config = config
+        self._check = check
         self.stats = JudgeStats()
         self.fresh: set[Asking] = set()
         """Questions that are being asked and have not failed."""
@@ -287,6 +290,7 @@ class Addresses:
         """
         may_probe = asking.num_sent == 0
         while True:
+            self._check()
             up = [address for address in self._all if not address.is_open]
             waited_s = max(self.down_s, time.monotonic() - asking.failing_since_s)
             is_over = not up and waited_s >= self.config.max_outage_s

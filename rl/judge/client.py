@@ -64,13 +64,22 @@ class JudgeUnreachableError(JudgeError):
     """No judge answers at the configured addresses."""
 
 
+class JudgeEndedError(JudgeError):
+    """The judge that the run started has ended."""
+
+
 class JudgeClient:
     """A client of one judge. All coroutines must run in one event loop."""
 
     def __init__(
-        self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None
+        self,
+        config: JudgeConfig,
+        api_base: str | Sequence[str],
+        journal: Path | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`api_base`: from `resolve_api_bases`. `journal`: JSONL of replies, read now and extended.
+        `check`: called before each request; raises if no address will answer again.
 
         Raises ValueError when the environment lacks the key that `config.api_key_env` names.
         """
@@ -85,7 +94,7 @@ class JudgeClient:
         self._line = asyncio.Lock()
         self._request_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         urls = [api_base] if isinstance(api_base, str) else api_base
-        self._addresses = Addresses(config, urls)
+        self._addresses = Addresses(config, urls, check)
         self._health_ends_s = math.inf
 
     def open_journal(self, path: Path) -> None:

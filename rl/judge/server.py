@@ -6,30 +6,42 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from rl.config.schema import JudgeConfig
-from rl.console.console import warn
+from rl.files.atomic import write_atomically
 from rl.files.private import private
-from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
+from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError, JudgeUnreachableError
+from rl.judge.endpoint import MAX_FILE_BYTES, is_loopback, resolve_api_base
 from rl.judge.guard import GRACE_S
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.text.scrub import environment_without
 from rl.text.untrusted import excerpt
 
 POLL_S = 0.05
+WATCH_S = 0.2
+CONNECT_S = 1.0
 COMPLETE_S = 1.0
 """A URL without a line end counts after so long without a change of its file."""
 LOG_END_BYTES = 2000
 """How much of the end of the log is read to find the last line of a failed judge."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
+ENDED = ".ended"
+"""Suffix of the file beside the log that says why the judge has ended."""
+NOT_OURS = (
+    "another process answers, such as another run's judge: give each run's judge a port of its "
+    "own, or share one that no run starts (judge.start_command: [], judge.api_base)"
+)
+AGAIN = "The same command starts it again, and resumes after the last finished iteration."
 IMPORT_ROOT = Path(__file__).resolve().parents[2]
 """The folder that `rl` is imported from."""
 
@@ -67,14 +79,23 @@ class StartedJudge:
     """Runs `judge.start_command` until `close()`, or until this process ends."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
-        """`log`: file to which its output is appended; its URL file is in the same folder."""
+        """`log`: file to which its output is appended; its URL file is in the same folder. Raises
+        JudgeError if another process answers at its address."""
         self._config = config
         self._log = log
-        self._has_answered = False
+        self._is_closing = False
         self._deadline_s = time.monotonic() + config.start_timeout_s
         self._url_file = log.with_suffix(".url").absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._url_file.unlink(missing_ok=True)  # a killed run leaves its URL file behind
+        for suffix in (".url", ENDED):
+            log.with_suffix(suffix).unlink(missing_ok=True)  # another start leaves its files behind
+        wait_ends_s = (
+            time.monotonic() + 2 * GRACE_S
+        )  # the judge of a killed run may still be ending
+        while config.api_base and _answers(resolve_api_base(config.api_base)):
+            if time.monotonic() > wait_ends_s:
+                raise JudgeError(f"judge.api_base={config.api_base!r}: {NOT_OURS}")
+            time.sleep(POLL_S)
         command = _command(config, self._url_file)
         environment = environment_without(config.api_key_env, *NEEDED_SECRETS)
         with open(log, "ab", opener=private) as output:
@@ -92,7 +113,8 @@ class StartedJudge:
             )
 
     async def wait_until_ready(self) -> str:
-        """Wait until the judge serves `judge.model`; returns its URL.
+        """Wait until the judge serves `judge.model`; returns its URL. From then on, this event loop
+        watches that it runs.
 
         Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
         or does not match the config.
@@ -106,13 +128,25 @@ class StartedJudge:
                 self._raise_if_ended()
                 await asyncio.wait([health], timeout=POLL_S)
             await health
+            self._raise_if_ended()  # the answer may have been another process's
         except JudgeUnreachableError:
             raise self._too_slow(f"no judge answers at {api_base}") from None
         finally:
             health.cancel()
             await client.aclose()
-        self._has_answered = True
+        self._watch = asyncio.create_task(self._watch_guard(api_base))
         return api_base
+
+    async def _watch_guard(self, api_base: str) -> None:
+        """Once the judge has ended, write why into a file, for `raise_if_ended`."""
+        while (code := self._guard.poll()) is None:
+            await asyncio.sleep(WATCH_S)
+        if self._is_closing:
+            return
+        problem = f"the judge ended with exit code {code}"
+        if _answers(api_base):
+            problem += f"; at {api_base} {NOT_OURS}"
+        write_atomically(self._log.with_suffix(ENDED), f"{self._error(problem)}\n{AGAIN}", private)
 
     async def _url(self) -> str:
         if not _writes_url(self._config):
@@ -157,8 +191,7 @@ class StartedJudge:
         return JudgeError(f"judge.start_command: {problem}{last_line}\nIts output: {self._log}")
 
     def close(self) -> None:
-        if self._has_answered and self._guard.poll() is not None:
-            warn(f"the judge ended before the run did; its output: {self._log}")
+        self._is_closing = True
         self._guard.terminate()
         self._guard.send_signal(signal.SIGCONT)  # it may have been stopped
         try:
@@ -173,6 +206,24 @@ class StartedJudge:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def raise_if_ended(config: JudgeConfig, log: Path) -> None:
+    """Raise JudgeEndedError if the started judge with this log has answered and then ended. Any
+    process of its machine may ask."""
+    file = log.with_suffix(ENDED)
+    if config.start_command and file.is_file():
+        raise JudgeEndedError(file.read_text(encoding="utf-8"))
+
+
+def _answers(api_base: str) -> bool:
+    """Whether a process of this machine accepts a connection at this address. (Elsewhere a gateway
+    may accept one for it.)"""
+    url = urlsplit(api_base)
+    if is_loopback(api_base):
+        with suppress(OSError), socket.create_connection((url.hostname, url.port or 80), CONNECT_S):
+            return True
+    return False
 
 
 def _writes_url(config: JudgeConfig) -> bool:

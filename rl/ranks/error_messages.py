@@ -32,7 +32,10 @@ REMEDIES = {
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; name one that does",
 }
 """`errno` of an operating system error -> what to do about it."""
-_MACHINE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_MACHINE_ERRORS = {
+    *("AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+    "JudgeEndedError",
+}
 _BY_MACHINE = ("CUDA error: ", "NCCL error", "closed by peer", "Connection reset by peer")
 _BY_PROGRAM = (
     "out of memory",
@@ -100,8 +103,8 @@ def _has_working_folder() -> bool:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether a device or a connection failed (CUDA, NCCL, gloo), so that a retry may help; False
-    for a lack of memory, and for errors that the program itself caused."""
+    """Whether a device, a connection (CUDA, NCCL, gloo) or a started judge failed, so that a retry
+    may help; False for a lack of memory, and for errors that the program itself caused."""
     text = str(error)
     names = {cls.__name__ for cls in type(error).__mro__}
     is_known = any(part in text for part in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)

@@ -46,6 +46,12 @@ class RolloutContext:
     held_out_only: Mapping[str, Reward] = field(default_factory=dict)
     """Rewards that grade held-out pictures too, beside `rewards`."""
 
+    @property
+    def compares_pictures(self) -> bool:
+        """Whether a reward compares the pictures of a group, so that it cannot grade a picture
+        outside of a group."""
+        return any(reward.scores_groups() for reward in self.rewards.values())
+
 
 @dataclass(frozen=True, eq=False)
 class Sampled:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rl.algorithm.metrics import Metrics
+from rl.api.reward import NO_VALUE
 from rl.api.types import Episode, Sample, Status
 from rl.config.schema import RunConfig
 from rl.console.console import warn
-from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
-from rl.rollout.stream import Rollout
+from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import rollout_metrics
 from rl.run.plugin_metrics import PluginMetrics
@@ -25,7 +25,8 @@ SHOWN_CHARS = 200
 
 
 class TooManyFailuresError(RuntimeError):
-    """More episodes of an iteration are UNGRADED than `judge.max_failure_rate` allows."""
+    """More episodes of an iteration, or of a held-out evaluation, are UNGRADED than
+    `judge.max_failure_rate` allows."""
 
 
 class TooManyRenderFailuresError(TooManyFailuresError):
@@ -39,7 +40,6 @@ class Checks:
         self,
         config: RunConfig,
         dist: Dist,
-        judges: Collection[JudgeClient],
         held_out: Sequence[Sample],
         plugin_metrics: PluginMetrics,
         watch: Watch,
@@ -47,7 +47,6 @@ class Checks:
         self.plugin_metrics = plugin_metrics
         self._config = config
         self._dist = dist
-        self._judges = judges
         self._held_out = HeldOutContents(held_out) if held_out else None
         self._watch = watch
         self._rendered: deque[tuple[int, int]] = deque()
@@ -91,23 +90,8 @@ class Checks:
     def _check_failure_rate(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
         flat = [episode for episodes_G in episodes_PG for episode in episodes_G]
         ungraded = [episode for episode in flat if episode.status is Status.UNGRADED]
-        lost, total = self._dist.sum_floats([len(ungraded), len(flat)])
-        limit = self._config.judge.max_failure_rate
-        if total == 0 or lost / total <= limit:
-            return
-        gathered = self._dist.gather(
-            (Counter(map(_cause, ungraded)), [episode.failure for episode in ungraded[:1]])
-        )
-        causes = sum((counts for counts, _ in gathered), Counter[str]())
-        first = next(failure for _, failures in gathered for failure in failures)
-        for judge in self._judges:
-            judge.drop_unusable()
-        raise TooManyFailuresError(
-            f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
-            f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "
-            "or a judge that is down) and start the same command again: it resumes after the last "
-            f"finished iteration. The first failure: {first}"
-        )
+        then = "it resumes after the last finished iteration"
+        _limit_failures(self._config, ungraded, len(flat), self._dist, "episodes", then)
 
     def metrics(self, rollout: Rollout) -> Metrics:
         """Metrics of an iteration's episodes and those that its plugins report. Collective."""
@@ -147,6 +131,47 @@ class Checks:
         for sentence in self._watch.sentences(line):
             if self._dist.is_main:
                 warn(sentence)
+
+
+def require_grades(
+    context: RolloutContext, episodes: Iterable[Episode | None], dist: Dist, num_samples: int = 0
+) -> None:
+    """Raise `TooManyFailuresError` on every rank if an evaluation lacks so many grades that it must
+    be repeated. What would come again does not count: unreadable replies, and a reward that has
+    nothing to compare a picture with. Collective.
+
+    `num_samples`: held-out samples of this rank. The limit is a share of them where `episodes` are
+    those of the few that an earlier evaluation could not grade.
+    """
+    drawn = [episode for episode in episodes if episode is not None]
+    lost = [e for e in drawn if e.status is Status.UNGRADED and not e.unreadable]
+    if context.compares_pictures:
+        lost = [episode for episode in lost if NO_VALUE not in (episode.failure or "")]
+    what = "pictures or answers of the held-out evaluation"
+    then = "it repeats this evaluation, of which nothing is recorded"
+    _limit_failures(context.config, lost, max(len(drawn), num_samples), dist, what, then)
+
+
+def _limit_failures(
+    config: RunConfig, ungraded: Sequence[Episode], num: int, dist: Dist, what: str, then: str
+) -> None:
+    """Raise `TooManyFailuresError` on every rank if `ungraded` are more than
+    `judge.max_failure_rate` of all ranks' `num`. Collective."""
+    lost, total = dist.sum_floats([len(ungraded), num])
+    limit = config.judge.max_failure_rate
+    if total == 0 or lost / total <= limit:
+        return
+    gathered = dist.gather(
+        (Counter(map(_cause, ungraded)), [episode.failure for episode in ungraded[:1]])
+    )
+    causes = sum((counts for counts, _ in gathered), Counter[str]())
+    first = next(failure for _, failures in gathered for failure in failures)
+    raise TooManyFailuresError(
+        f"{int(lost)} of {int(total)} {what} could not be graded ({_listed(causes)}); the "
+        f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "
+        f"or a judge that is down) and start the same command again: {then}. The first failure: "
+        f"{first}"
+    )
 
 
 def _cause(episode: Episode) -> str:

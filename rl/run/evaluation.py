@@ -20,6 +20,7 @@ from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
+from rl.run.checks import require_grades
 from rl.run.contents import contents_of
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
@@ -70,8 +71,6 @@ def evaluate(
     config, metrics = context.config, Metrics()
     rank_samples = list(samples)[dist.rank :: dist.world_size]
     hashes_P = [contents_of(sample) for sample in rank_samples]
-    # A reward that compares the pictures of a group cannot grade a picture outside of a group.
-    compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
@@ -81,7 +80,7 @@ def evaluate(
         _measure_arms(metrics, arms, dist)
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
-        if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
+        if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
             stock = Stock(context, run_dir, iteration, dist)
             untrained_P = stock.rewards(prompts_P, arms.fixed, arms.policy)
             add_stock_arm(metrics, untrained_P, arms.policy, hashes_P, dist)
@@ -96,7 +95,7 @@ def evaluate(
     records_S = _write_records(folder, arms, untrained_P, dist, writer)
     if dist.is_main:
         add_gaps(metrics, context.held_out_only, folder, records_S)
-    if not compares_pictures:
+    if not context.compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
         arms_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
@@ -154,6 +153,9 @@ def _draw(
     if config.bare_arm != "never" and context.makes_images:
         bare_P = [policy.pass_through_completion(prompt.sample) for prompt in prompts_P]
     rollout = score(context, prompts_P, completions_P1, bare_P, dist)
+    policy_P = [episode for (episode,) in rollout.episodes]
+    require_grades(context, policy_P, dist)
+    require_grades(context, rollout.bare_episodes, dist)
     right_P: list[Episode | None] = [None] * len(prompts_P)
     unthought_P = right_P
     if config.evaluation.thought_gain:
@@ -164,8 +166,7 @@ def _draw(
         references_P = [None if t is None else policy.encode_completion(t) for t in texts_P]
         right_P = _score_known(context, prompts_P, references_P, dist)
         fixed["reference"] = (references_P, right_P)
-    episodes = [episode for (episode,) in rollout.episodes]
-    return Arms(episodes, rollout.bare_episodes, right_P, unthought_P, fixed)
+    return Arms(policy_P, rollout.bare_episodes, right_P, unthought_P, fixed)
 
 
 def _score_known(
@@ -181,6 +182,7 @@ def _score_known(
     episodes: list[Episode | None] = [None] * len(prompts_P)
     for (p, _), (episode,) in zip(pairs, rollout.episodes, strict=True):
         episodes[p] = episode
+    require_grades(context, episodes, dist)
     return episodes
 
 

@@ -23,7 +23,7 @@ from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
 from rl.run.checkpointing import Checkpointing
-from rl.run.checks import Checks
+from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
 from rl.run.recording import Recording
@@ -215,6 +215,9 @@ class Run:
 
     def save_before_leaving(self, error: BaseException) -> None:
         """Save the last finished iteration when an error ends the run."""
+        if isinstance(error, TooManyFailuresError):
+            for judge in self.judges.values():
+                judge.drop_unusable()  # a judge that was fixed is asked these questions again
         checkpointing = self.checkpointing
         save_before_leaving(
             checkpointing.last_finished, checkpointing.checkpoints, self.dist, error

@@ -27,7 +27,7 @@ from rl.files.atomic import write_atomically
 from rl.judge.background import BackgroundLoop, StoppedError
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
-from rl.judge.server import StartedJudge
+from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
@@ -116,7 +116,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
-        checks = _make_checks(resolved, context, engine, sources, held_out, judges, dist)
+        checks = _make_checks(resolved, context, engine, sources, held_out, dist)
         checks.replay(record.lines())
         yield Run(
             config=config,
@@ -311,7 +311,6 @@ def _make_checks(
     engine: Engine,
     sources: Sequence[DataSource],
     held_out: Sequence[Sample],
-    judges: Mapping[str, JudgeClient],
     dist: Dist,
 ) -> Checks:
     made: Made = [
@@ -325,7 +324,7 @@ def _make_checks(
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, judges.values(), held_out, plugin_metrics, watch)
+    return Checks(context.config, dist, held_out, plugin_metrics, watch)
 
 
 def _open_judges(
@@ -361,14 +360,14 @@ def _open_judge(
     reported within seconds if it is unreachable or cannot grade. That of a judge which only grades
     held-out pictures is a warning."""
     config = resolved.config.judge
+    log = resolved.config.run_dir / "logs" / f"{key}_{dist.rank - dist.local_rank}.log"
     if config.start_command:
-        log = resolved.config.run_dir / "logs" / f"{key}_{dist.rank}.log"
         console.say(f"starting the judge ({key}); its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
         console.say(f"checking the judge ({key}) at {', '.join(api_bases)}")
-    judge = JudgeClient(config, api_bases)
+    judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())
     reachable = api_bases
@@ -408,8 +407,8 @@ def _start_judge(
     """
     api_base, problem = "", ""
     if dist.local_rank == 0:
-        started = stack.enter_context(StartedJudge(config, log))
         try:
+            started = stack.enter_context(StartedJudge(config, log))
             api_base = loop.run(started.wait_until_ready(), signals.stop_received)
         except JudgeError as error:
             problem = str(error)

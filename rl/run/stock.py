@@ -22,6 +22,7 @@ from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.learner.micro_batches import Inference
 from rl.rollout.stream import RolloutContext
+from rl.run.checks import require_grades
 from rl.run.held_out import score
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class Stock:
             self._dist,
             weights,
         )
+        scored = [episode for episodes in rollout.episodes for episode in episodes]
+        require_grades(self._context, scored, self._dist, len(prompts_P))
         for (p, _, completions), episodes in zip(to_score, rollout.episodes, strict=True):
             drawn[p].update(zip(completions, episodes, strict=True))
         return drawn

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import tiny_config
+from tiny_faulty_judge import MODEL, FaultyJudge
 from tiny_messages import holds
 
-from rl import build
+from rl import build, simple_launch
+from rl.check import check_report
 from rl.check.fetch import fetch_models
 
 QWEN, EDIT = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen-Image-Edit"
@@ -49,3 +52,30 @@ def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetched.clear()
     assert (fetch_models(resolved), fetched) == ([], {})
+
+
+def test_data_and_judge_are_checked_before_models_are_fetched(
+    fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_report, "START_PATIENCE_S", 0.0)
+    monkeypatch.setattr(check_report, "problems", lambda config: [])
+    monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: False)
+
+    def refusal_of(column: str, judge: dict[str, Any]) -> str:
+        local = {"type": "hf_dataset", "path": str(tmp_path / "train.jsonl")}
+        local["columns"] = {"source": "image", "instruction": column}
+        hub = {"type": "hf_dataset", "path": "nobody/data-of-the-hub"}
+        values = tiny_config.real(tmp_path, judge=judge)
+        values["data"] = {"train": [hub, local] if column == "wrong" else [local]}
+        with pytest.raises(SystemExit, match="1"):
+            simple_launch.main([str(tiny_config.write(tmp_path, values))])
+        return capsys.readouterr().err
+
+    gone = {"api_base": "http://127.0.0.1:9", "model": MODEL, "max_attempts": 1}
+    assert holds(refusal_of("wrong", gone), "train.jsonl: has no column 'wrong'"), (
+        "the local file first"
+    )
+    assert holds(refusal_of("instruction", gone), "no judge at http://127.0.0.1:9") and not fetched
+    with FaultyJudge() as judge:
+        refusal = refusal_of("instruction", {**gone, "api_base": judge.api_base})
+    assert holds(refusal, "401 gated") and EDIT in fetched

@@ -12,6 +12,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,10 +23,13 @@ import tiny_loop
 from tiny_messages import holds
 from tiny_waits import wait_for
 
+from rl.api.judge import Question
 from rl.config.schema import JudgeConfig
-from rl.judge.client import JudgeError
+from rl.judge import server
+from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError
 from rl.judge.endpoint import is_loopback
-from rl.judge.server import StartedJudge, start_problems
+from rl.judge.server import StartedJudge, raise_if_ended, start_problems
+from rl.ranks.error_messages import is_machine_error
 
 pytestmark = pytest.mark.slow
 
@@ -67,15 +73,6 @@ def test_a_started_judge_answers_on_loopback_until_it_is_closed(tmp_path: Path) 
     assert log.read_text().startswith("=== ")
 
 
-def test_a_started_judge_with_a_known_address_needs_no_url_file(tmp_path: Path) -> None:
-    """judge.api_base is given: here the address of a server that runs already."""
-    with StartedJudge(config_of(*tiny_loop.JUDGE), tmp_path / "a.log") as first:
-        address = asyncio.run(first.wait_until_ready())
-        config = config_of("sleep", "1000", api_base=address)
-        with StartedJudge(config, tmp_path / "b.log") as second:
-            assert asyncio.run(second.wait_until_ready()) == address
-
-
 VLLM = f"""#!{sys.executable}
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -90,23 +87,88 @@ HTTPServer((sys.argv[4], int(sys.argv[6])), Models).serve_forever()
 """What scripts/serve_judge.sh calls: serve <model> --host <host> --port <port> ..."""
 
 
+@contextmanager
+def free_port() -> Iterator[str]:
+    """A port that nobody else gets and on which nobody listens."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield str(holder.getsockname()[1])
+
+
+@pytest.mark.parametrize("knows_its_port", [True, False])
+def test_another_runs_judge_is_not_taken_for_its_own(
+    knows_its_port: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs start a judge on one port: the second one's judge ends."""
+    monkeypatch.setattr(server, "GRACE_S", 0.1)
+    serve = ["{python}", "-c", VLLM, "serve", MODEL, "--host", "127.0.0.1", "--port"]
+    with free_port() as port:
+        own = config_of(*serve, port, api_base=f"http://127.0.0.1:{port}")
+        late = f"import os, sys, time; open(sys.argv[1], 'w').write('http://127.0.0.1:{port}\\n')"
+        late += "\nwhile not os.path.exists(sys.argv[1] + '.end'): time.sleep(0.05)"
+        late += "\nsys.exit('Address already in use')"
+        second = own if knows_its_port else config_of(*python(late))
+
+        async def start_both() -> str:
+            with StartedJudge(own, tmp_path / "a.log") as first:
+                address = await first.wait_until_ready()
+                with pytest.raises(JudgeError) as error, StartedJudge(second, log) as judge:
+                    assert await judge.wait_until_ready() == address
+                    log.with_suffix(".url.end").touch()
+                    while True:
+                        raise_if_ended(second, log)
+                        await asyncio.sleep(0.05)
+            return str(error.value)
+
+        log = tmp_path / "b.log"
+        message = asyncio.run(start_both())
+    assert f":{port}" in message
+    assert holds(message, "another process answers ... a port of its own")
+    assert knows_its_port or holds(message, "ended with exit code 1 ... Address already in use")
+
+
+def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None:
+    """Its questions do not wait for `judge.max_outage_s`, 600 s."""
+    log = tmp_path / "log"
+    script = "import os, sys; print('no memory left'); os.kill(os.getpid(), 9)"
+    dies = "import tiny_world.judge_server as j; j.JudgeHandler.complete = lambda *_: "
+    dies += f"exec({script!r}); j.main()"
+    config = config_of("{python}", "-u", "-c", dies, *tiny_loop.JUDGE[3:])
+
+    async def ask() -> None:
+        with StartedJudge(config, log) as started:
+            check = partial(raise_if_ended, config, log)
+            client = JudgeClient(config, await started.wait_until_ready(), check=check)
+            await client.ask(Question(("How good?",), {}), str)
+
+    began_s = time.monotonic()
+    with pytest.raises(JudgeEndedError) as error:
+        asyncio.run(ask())
+    assert time.monotonic() - began_s < 60
+    assert holds(
+        error.value, f"ended with exit code 137: no memory left\n ... {log}\nThe same command"
+    )
+    assert is_machine_error(error.value), "--retries starts the run again"
+    with StartedJudge(config, log):
+        raise_if_ended(config, log)
+
+
 def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch) -> None:
     (tmp_path / "vllm").write_text(VLLM)
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    port_holder = socket.socket()  # reserves the port without listening on it
-    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    port_holder.bind(("127.0.0.1", 0))
-    monkeypatch.setenv("JUDGE_PORT", str(port_holder.getsockname()[1]))
     monkeypatch.chdir(tiny_loop.REPO)
     [line] = re.findall(
         r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "docs/judge.md").read_text(), re.DOTALL
     )
     config = config_of(*ast.literal_eval(line))
     assert list(start_problems(config)) == []
-    with StartedJudge(config, tmp_path / "log") as started:
-        assert is_loopback(asyncio.run(started.wait_until_ready())), (tmp_path / "log").read_text()
-    port_holder.close()
+    with free_port() as port:
+        monkeypatch.setenv("JUDGE_PORT", port)
+        with StartedJudge(config, tmp_path / "log") as started:
+            address = asyncio.run(started.wait_until_ready())
+    assert is_loopback(address), (tmp_path / "log").read_text()
 
 
 def test_a_started_judge_inherits_no_rank_variables_and_no_unneeded_keys(
@@ -177,6 +239,7 @@ time.sleep(1000)
 RUN = """
 import sys, time
 from pathlib import Path
+from rl.api.judge import Question
 from rl.config.schema import JudgeConfig
 from rl.judge.server import StartedJudge
 folder, script, kind = sys.argv[1:]

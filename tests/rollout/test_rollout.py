@@ -311,7 +311,7 @@ def run_of(context: RolloutContext) -> Run:
     run = Run.__new__(Run)
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
     watch = Watch(run.config, "float32", 0.0)
-    run.checks = Checks(run.config, run.dist, [], [], Mock(), watch)
+    run.checks = Checks(run.config, run.dist, [], Mock(), watch)
     return run
 
 

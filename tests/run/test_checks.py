@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,19 +13,18 @@ from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
-from rl.api.types import Prompt, Sample
+from rl.api.reward import NO_VALUE
+from rl.api.types import Prompt, Sample, Status
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
-from rl.run.checks import Checks, TooManyRenderFailuresError
+from rl.run.checks import Checks, TooManyFailuresError, TooManyRenderFailuresError, require_grades
 from rl.run.watch import Watch
 
 
 def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
     config = run_config(**changes)
     plugin_metrics = MagicMock(take=lambda reported: Metrics())
-    return Checks(
-        config, Dist(), [], held_out or [], plugin_metrics, Watch(config, "float32", 0.0)
-    )
+    return Checks(config, Dist(), held_out or [], plugin_metrics, Watch(config, "float32", 0.0))
 
 
 def rollout_of(num_drawn: int, num_lost: int = 0) -> Rollout:
@@ -102,3 +102,32 @@ def test_a_training_sample_with_held_out_contents_is_warned_of_once(
         assert metrics["data/held_out_prompts"] == (held_out is not None)
     stderr = capsys.readouterr().err
     assert stderr.count(f"held-out sample {held_out} shows") == (held_out is not None)
+
+
+@pytest.mark.parametrize(
+    ("num_lost", "failure", "num_samples", "is_finished"),
+    [
+        (1, "mine: outage: no answer for 600 s", 0, True),
+        (2, "mine: outage: no answer for 600 s", 0, False),
+        (2, "renderer: exception: RuntimeError: no kernel", 0, False),
+        (2, "mine: raised ConnectionError: gone", 0, False),
+        (2, "mine: unreadable: prose", 0, True),  # a judge that refuses would refuse again
+        (2, f"mine: {NO_VALUE}", 0, True),  # nothing to compare it with
+        (2, "mine: timeout: no reply", 9, True),  # two of nine samples, asked once more
+        (2, "mine: timeout: no reply", 3, False),
+    ],
+)
+def test_an_evaluation_without_most_grades_is_not_finished(
+    num_lost: int, failure: str, num_samples: int, is_finished: bool
+) -> None:
+    lost = episode(
+        status=Status.UNGRADED, reward=None, failure=failure, unreadable="unreadable" in failure
+    )
+    context = SimpleNamespace(config=run_config(), compares_pictures=NO_VALUE in failure)
+    episodes = [*[lost] * num_lost, episode(), None]
+    if is_finished:
+        require_grades(context, episodes, Dist(), num_samples)
+    else:
+        with pytest.raises(TooManyFailuresError) as error:
+            require_grades(context, episodes, Dist(), num_samples)
+        assert holds(error.value, f"2 of 3 ... evaluation ... {failure[:20]} ... repeats this")

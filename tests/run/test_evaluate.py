@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from rl.judge.client import JudgeRefused
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
+from rl.run.checks import TooManyFailuresError
 from rl.run.evaluation import evaluate
 from rl.run.metric_table import doc_of
 
@@ -236,3 +238,37 @@ def test_a_failing_second_judge_is_reported_and_stops_nothing(
     assert found["eval/ungraded"] == 0.0 and found["eval/ungraded/second"] == 0.5
     cause = "wrong key" if fails == "refuses" else "no score"
     assert holds(capsys.readouterr().err, f"second did not grade 1 of 2 ... goes on ... {cause}")
+
+
+@pytest.mark.parametrize("num_answered", [0, 4, 5])  # then the reference's, then the stock arm's
+def test_an_evaluation_whose_judge_went_down_records_nothing_and_is_repeated(
+    num_answered: int, tmp_path: Path
+) -> None:
+    asked = count()
+
+    def grade(evidence: RewardInput) -> float | RewardOutput:
+        is_up = next(asked) < num_answered
+        return fixed(evidence) if is_up else RewardOutput(None, failure="outage: no answer")
+
+    with pytest.raises(TooManyFailuresError, match="evaluation could not be graded"):
+        evaluate_samples(Gathering(Dist()), 4, tmp_path / "twice", Dist(), grade=grade)
+    assert not list(tmp_path.rglob("*.jsonl"))
+    again = evaluate_samples(Gathering(Dist()), 4, tmp_path / "twice", Dist())
+    assert again == evaluate_samples(Gathering(Dist()), 4, tmp_path / "once", Dist())
+    files = ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl")
+    for one, other in ((tmp_path / "once" / file, tmp_path / "twice" / file) for file in files):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_one_picture_on_which_the_judge_always_fails_ends_no_evaluation(tmp_path: Path) -> None:
+    """Its stock arm is asked again at each evaluation, alone."""
+
+    def grade(evidence: RewardInput) -> float | RewardOutput:
+        is_bad = evidence.sample.id == "3"
+        return RewardOutput(None, failure="http_500: bad") if is_bad else fixed(evidence)
+
+    for iteration in range(2):
+        found = evaluate_samples(
+            Gathering(Dist()), 4, tmp_path, Dist(), iteration=iteration, grade=grade
+        )
+        assert found["eval/ungraded"] == found["eval/stock_ungraded"] == 0.25

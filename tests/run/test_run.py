@@ -85,7 +85,7 @@ def test_each_cause_of_ungraded_episodes_is_logged_once(capsys: pytest.CaptureFi
     run.config, run.dist = run_config(), Dist()
     run.timer = run.context = MagicMock()
     watch = Watch(run.config, "float32", 0.0)
-    run.checks = Checks(run.config, run.dist, None, [], MagicMock(), watch)
+    run.checks = Checks(run.config, run.dist, [], MagicMock(), watch)
     good = episode()
     lost = replace(
         good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"

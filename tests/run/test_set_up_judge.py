@@ -57,8 +57,8 @@ def test_parameters_that_the_judge_rejects_are_remembered_and_not_counted_as_ret
 ) -> None:
     clients = []
 
-    def make_client(*arguments: Any) -> JudgeClient:
-        clients.append(JudgeClient(*arguments))
+    def make_client(*arguments: Any, **options: Any) -> JudgeClient:
+        clients.append(JudgeClient(*arguments, **options))
         return clients[0]
 
     monkeypatch.setattr(set_up, "JudgeClient", make_client)

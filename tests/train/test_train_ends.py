@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import tiny_loop
-from tiny_loop import assert_same_run, metrics_of
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge
+from tiny_loop import assert_same_run, metrics_of, rows_of
+from tiny_messages import holds
 
 EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_iterations": 2}}
 """No checkpoint is due before the last iteration."""
@@ -64,3 +66,54 @@ def test_an_error_anywhere_costs_no_finished_iteration(
     tiny_loop.run_forked(path)
     assert_same_run(uninterrupted, tmp_path / "tiny")
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == [0, 1, 2, 3, 4]
+
+
+class EndsBeforeTheLastEvaluation(FaultyJudge):
+    """Resets every connection once the run has opened the last evaluation's journal."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._journal = run_dir / "judge/evaluation_000002.rank0.jsonl"
+        super().__init__()
+
+    def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        fault = super().begin(body, headers)
+        return Fault(reset=True) if self._journal.exists() else fault
+
+
+@pytest.mark.slow
+def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    def config(folder: Path, judge: FaultyJudge) -> Path:
+        section = {"api_base": judge.api_base, "model": MODEL, "max_outage_s": 1.0}
+        return tiny_loop.write_config(
+            folder,
+            tiny_loop.config_of(
+                models,
+                folder,
+                num_iterations=2,
+                judge={**section, "breaker_failures": 2, "breaker_pause_s": 0.1, "backoff_s": 0.1},
+                evaluation={"every_n_iterations": 2, "num_samples": 3},
+                final_reward={"weights": {"brightness": 1, "viescore": 1}},
+            ),
+        )
+
+    with EndsBeforeTheLastEvaluation(tmp_path / "killed/tiny") as judge:
+        ended = tiny_loop.run_forked(config(tmp_path / "killed", judge), check=False)
+    assert ended.returncode == 1
+    assert holds(
+        ended.stderr, "3 of 3 ... evaluation could not be graded ... 3 x viescore: outage ... same "
+        "command again: it repeats this evaluation"
+    )  # fmt: skip
+    killed = tmp_path / "killed/tiny"
+    assert [row["iteration"] for row in metrics_of(killed)] == [0, 1]
+    assert not (killed / "evaluation/it_000002").exists()
+    with FaultyJudge() as judge:
+        tiny_loop.run_forked(config(tmp_path / "killed", judge))
+        tiny_loop.run(config(tmp_path / "straight", judge))
+    assert_same_run(tmp_path / "straight/tiny", killed, num_iterations=2)
+    records = [
+        folder / "evaluation/it_000002/records.jsonl"
+        for folder in (tmp_path / "straight/tiny", killed)
+    ]
+    assert rows_of(records[0]) == rows_of(records[1])
