@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.data import DataSource, RowRules
+from rl.api.data import DataSource, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.metric import usable_name
 from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import Sample, SamplingParams, UnusableSampleError
+from rl.api.types import SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -32,6 +34,7 @@ from rl.config.schema import (
 )
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
+from rl.ranks import error_messages
 from rl.ranks.placement import Claim, claims_of, resolve_device
 from rl.ranks.seeding import derive_seed
 
@@ -49,6 +52,8 @@ PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
 }
 """Folder of rl/ -> base class of the plugins in it."""
 
+LOOP = ("rl.rollout.", "rl.learner.", "rl.run.")
+"""Modules that call plugins; the plugins' own folders never call them."""
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that the mixture reads, not the plugin."""
 PluginT = TypeVar("PluginT", bound=PluginBase[Any], covariant=True)
@@ -429,7 +434,8 @@ def _open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
         _check_rows(at, source, num_rows)
-    except find.PLUGIN_ERRORS as error:
+    except BaseException as error:
+        find.reraise_ctrl_c(error)
         if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
             plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
         ):
@@ -444,18 +450,58 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
     ids: dict[int, str] = {}
     for index in (0, num_rows // 2, num_rows - 1):
         try:
-            sample = source[index]
+            sample = read_row(source, index, at)
         except UnusableSampleError:
             continue
-        if not isinstance(sample, Sample):
-            raise ValueError(f"{at}: row {index} is {brief(sample)}; expected rl.api.types.Sample")
-        for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
-            if not isinstance(value := getattr(sample, field), kind):
-                problem = f"{field} {brief(value)}; expected {kind.__name__}"
-                raise ValueError(f"{at}: row {index} has {problem}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
             f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
             "an id of its own: held-out noise and file names are derived from it"
         )
+
+
+@contextmanager
+def naming_plugins(resolved: Resolved) -> Iterator[None]:
+    """Whatever the user's own plugins raise within the block becomes a RuntimeError that names the
+    plugin, the exception and the line, after its traceback has been printed. Errors of this package
+    stay what they are."""
+    try:
+        yield
+    except BaseException as error:
+        raised, name = _raised_by_plugin(resolved, error)
+        if raised is None:
+            raise
+        traceback.print_exception(error)
+        text = f"{name} raises {find.described(raised)}"
+        advice = error_messages.sentence(raised)
+        if advice and not error_messages.is_raised_here(raised):  # a full disk or memory
+            text += f"; {advice.partition(':')[2].strip()}"
+        raise RuntimeError(text) from None
+
+
+def _raised_by_plugin(resolved: Resolved, error: BaseException) -> tuple[BaseException | None, str]:
+    """(the error or that cause of it which a plugin of the user's raised, or None; the plugin's key
+    and name). A renderer's jobs run the loop's own code, whose errors are not the renderer's."""
+    loss = resolved.config.algorithm.loss
+    codes_of = {f"algorithm.loss: {loss}": {loss.rpartition(".")[::2]}}
+    for plugin in resolved.plugins:
+        bases = [cls for cls in plugin.cls.__mro__ if issubclass(cls, PluginBase)]
+        own = {(c.__module__, c.__name__) for c in bases if not c.__module__.startswith("rl.")}
+        codes_of[f"{plugin.key}: {plugin.name}"] = own
+    is_ours = error_messages.is_raised_here(error) and not isinstance(error, SystemExit)
+    in_generator = isinstance(error.__cause__, StopIteration)  # which raises a RuntimeError from it
+    raised = None if is_ours else error.__cause__ if in_generator else error
+    while raised is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
+        called = [
+            (str(frame.f_globals.get("__name__")), frame.f_code.co_qualname.partition(".")[0])
+            for frame in reversed(frames)
+        ]
+        called = list(takewhile(lambda code: not code[0].startswith(LOOP), called))
+        plugins = [[name for name, own in codes_of.items() if code in own] for code in called]
+        beside = [[n for n, own in codes_of.items() if module in dict(own)] for module, _ in called]
+        if names := next(filter(None, plugins + beside), None):
+            return raised, " or ".join(names)
+        raised = raised.__cause__
+    return None, ""

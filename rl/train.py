@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     signals.install()
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
-        with open_run(config, dist) as run:
+        with build.naming_plugins(build.resolve(config)), open_run(config, dist) as run:
             loading_progress.stop()
             gc.set_threshold(700)  # undo rl/__init__.py: free tensors in cycles early
             train(run)

@@ -54,7 +54,8 @@ class Painter:
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)
             else:
-                yield index, Image.new("L", (1, 1), job.noise_seed % 256)
+                grey = (job.noise_seed % 256,) * 3
+                yield index, Image.new("RGB", (1, 1), grey)
 
 
 def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None) -> Completion:

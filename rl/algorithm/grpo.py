@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from rl.api.loss import Loss, LossInputs, LossTerms, divided_by
+from rl.api.loss import Loss, LossInputs, LossTerms, divided_by, terms_problem
 from rl.config.schema import AlgorithmConfig
 
 # Advantages: how much better each completion scored than its group.
@@ -320,8 +320,8 @@ def objective(
         config.importance_cap,
     )
     policy = loss_named(config.loss)(replace(x, advantages=advantages))
-    if not isinstance(policy, LossTerms):
-        raise TypeError(f"algorithm.loss: {config.loss} returns {policy!r}, no LossTerms")
+    if problem := terms_problem(policy, x.logprobs.shape):
+        raise TypeError(f"algorithm.loss: {config.loss} {problem}")
     kl_loss = x.logprobs.new_zeros(())
     if kl is not None:
         kl_loss = config.kl_coeff * (policy.weights * kl).sum()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from rl.api.plugin import ConfigT, Count, PluginBase
+from rl.api.plugin import ConfigT, Count, PluginBase, brief
 from rl.api.types import Sample
 
 OnBadRow = Literal["error", "skip"]
@@ -83,3 +83,28 @@ class DataSource(PluginBase[ConfigT]):
     def problems(cls, config: ConfigT, rules: RowRules) -> Iterable[str]:
         """Problems that can be found before a run starts, without opening a picture."""
         return []
+
+
+def read_row(source: DataSource, index: int, key: str) -> Sample:
+    """`source[index]`. Raises ValueError, which begins with `key`, if that is no usable sample."""
+    from PIL.Image import Image
+
+    sample = source[index]
+    if not isinstance(sample, Sample):
+        raise ValueError(f"{key}: row {index} is {brief(sample)}; expected rl.api.types.Sample")
+    kinds: Mapping[str, Any] = {
+        "id": str,
+        "instruction": str,
+        "sources": tuple,
+        "target": Image | None,
+        "reference": str | None,
+        "hidden": Mapping,
+    }
+    values = [(name, getattr(sample, name), kind) for name, kind in kinds.items()]
+    if isinstance(sample.sources, tuple):
+        values += [("a source", picture, Image) for picture in sample.sources]
+    for name, value, kind in values:
+        if not isinstance(value, kind):
+            expected = f"expected {getattr(kind, '__name__', kind)}"
+            raise ValueError(f"{key}: row {index} has {name} {brief(value)}; {expected}")
+    return sample

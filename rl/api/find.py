@@ -31,9 +31,6 @@ PluginT = TypeVar("PluginT", bound=PluginBase[Any])
 
 ValueAndProblems = tuple[Any, list[str]]
 
-PLUGIN_ERRORS = (Exception, SystemExit)
-"""Exceptions caught around a plugin's code."""
-
 
 _LIBRARIES = tuple(
     {
@@ -47,7 +44,8 @@ _LIBRARIES = tuple(
 def described(error: BaseException, code: object = None) -> str:
     """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost one in
     the user's code or, if there is none, the first line of `code`, the user's function."""
-    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    lines = traceback.format_exception_only(error)  # notes last; of a SyntaxError the code first
+    text = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
     calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     user_calls = [call for call in calls if not call[0].startswith(_LIBRARIES)]
     first_line = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else None
@@ -63,11 +61,21 @@ def described(error: BaseException, code: object = None) -> str:
     return "; ".join([text + location, *_remedies(error)])
 
 
+def reraise_ctrl_c(error: BaseException) -> None:
+    """Raise a KeyboardInterrupt of Ctrl-C again. One of a plugin has a `raise` in its last line."""
+    if isinstance(error, KeyboardInterrupt):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "raise" not in (last.line or ""):
+            raise error
+
+
 def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """(result of `run`, []), or (None, ["`label` raises ..."]). `code` as in `described`."""
+    """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises.
+    `code` as in `described`."""
     try:
         return run(), []
-    except PLUGIN_ERRORS as error:
+    except BaseException as error:
+        reraise_ctrl_c(error)
         return None, [f"{label} raises {described(error, code)}"]
 
 
@@ -121,7 +129,8 @@ def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
     """(the module, the first part of its path that does not exist, the problem)."""
     try:
         return importlib.import_module(dotted), "", ""
-    except PLUGIN_ERRORS as error:
+    except BaseException as error:
+        reraise_ctrl_c(error)
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
         if missing and f"{dotted}.".startswith(f"{missing}."):
             problem = f"no module {missing!r} is installed or in {Path.cwd()}"

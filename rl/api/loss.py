@@ -5,9 +5,11 @@ Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
+
+from rl.api.plugin import brief
 
 if TYPE_CHECKING:
     import torch
@@ -85,3 +87,15 @@ def divisor(loss: Loss, denominators: Denominators) -> float:
     """The count of the whole step that its weights are divided by."""
     count: DividedBy = getattr(loss, "divided_by", "num_tokens")
     return float(getattr(denominators, count))
+
+
+def terms_problem(terms: object, shape: Sequence[int]) -> str:
+    """Why a loss's return value is unusable: 'returns None ...'; '' if it is not. `shape`: [B, C]
+    of `LossInputs.logprobs`."""
+    if not isinstance(terms, LossTerms):
+        return f"returns {brief(terms)}; expected rl.api.loss.LossTerms"
+    for name, value in vars(terms).items():
+        if tuple(getattr(value, "shape", ("none",))) != tuple(shape):
+            found = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else brief(value)
+            return f"{name} is {found}; expected a tensor of shape {tuple(shape)}, as x.logprobs"
+    return ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl.api.plugin import ConfigT, Count, ModelRunner, Resources
+from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
 from rl.api.types import ActionKind, PromptTemplate, RenderFailure, RenderJob, Sample, StateKind
 
 if TYPE_CHECKING:
@@ -81,3 +81,18 @@ class Renderer(ModelRunner[ConfigT]):
         """Yield `(number of the job, RGB picture)` as each is ready, so that judging can start.
         Take jobs lazily: taking one may first compute its group's conditioning. A picture must
         depend on its job alone. None instead of a picture: nothing is drawn."""
+
+
+def drawn_problem(drawn: Any, waiting: Collection[int], makes_images: bool) -> str:
+    """Why what `render` yields is unusable; '' if it is not. `waiting`: numbers of the jobs without
+    a picture."""
+    from PIL.Image import Image
+
+    if isinstance(drawn, tuple) and len(drawn) == 2 and drawn[0] in waiting:
+        picture = drawn[1]
+        is_rgb = isinstance(picture, Image) and picture.mode == "RGB" and min(picture.size) > 0
+        is_none = picture is None and not makes_images
+        if is_rgb or is_none or isinstance(picture, RenderFailure):
+            return ""
+    expected = "(number of the job, RGB picture or RenderFailure), once for each job"
+    return f"yields {brief(drawn)}; expected {expected}"

@@ -7,10 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl.api import find
-from rl.api.loss import Denominators, LossInputs, LossTerms
-from rl.api.plugin import Resources, brief
+from rl.api.loss import Denominators, LossInputs, terms_problem
+from rl.api.plugin import Resources
+from rl.api.renderer import drawn_problem
 from rl.api.reward import Reward
-from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
+from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved, build_data
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
@@ -107,8 +108,6 @@ def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInp
 
 
 def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
-    from PIL.Image import Image
-
     payload: Any = "a red square"
     if plugin.cls.accepts == "image_tokens":
         import numpy as np
@@ -124,21 +123,15 @@ def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
 
     label = f"{plugin.key}: on made-up jobs, {plugin.name}"
     outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
-    for outcome in outcomes or ():
-        if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
-            wrong.append(f"yields {brief(outcome)}")
-            continue
-        picture = outcome[1]
-        is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
-        is_none = picture is None and not plugin.cls.makes_images
-        if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
-            wrong.append(f"draws {brief(picture)}")
     if outcomes is None:
         return wrong
-    if not wrong and sorted(number for number, _ in outcomes) != [0, 1]:
-        wrong = [f"yields pictures for jobs {[number for number, _ in outcomes]} of 0, 1"]
-    expected = "expected (number of the job, RGB picture) for each job, once"
-    return [f"{plugin.key}: {plugin.name} {problem}; {expected}" for problem in wrong[:1]]
+    waiting = {0, 1}
+    for outcome in outcomes:
+        if problem := drawn_problem(outcome, waiting, plugin.cls.makes_images):
+            return [f"{plugin.key}: {plugin.name} {problem}"]
+        waiting.remove(outcome[0])
+    lost = f"{plugin.key}: {plugin.name} yields no picture for jobs {sorted(waiting)} of 0, 1"
+    return [lost] if waiting else []
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
@@ -192,19 +185,9 @@ def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossIn
 
 
 def _unusable(terms: Any) -> list[str]:
-    import torch
-
-    if not isinstance(terms, LossTerms):
-        return [f"returns {brief(terms)}; expected rl.api.loss.LossTerms"]
-    wrong = []
-    for name, value in vars(terms).items():
-        if not isinstance(value, torch.Tensor):
-            wrong.append(f"{name} is {brief(value)}; expected a tensor of the shape of x.logprobs")
-        elif value.shape != (2, 3):
-            shape = tuple(value.shape)
-            wrong.append(f"{name} has shape {shape}; expected (2, 3), as x.logprobs")
-    if not wrong and not terms.terms.requires_grad:
-        wrong.append("terms have no gradient; compute them from x.logprobs")
-    if not wrong and not (terms.weights * terms.terms).isfinite().all():
-        wrong.append("weights * terms are not finite on a made-up micro-batch")
-    return wrong
+    if problem := terms_problem(terms, (2, 3)):
+        return [problem]
+    if not terms.terms.requires_grad:
+        return ["terms have no gradient; compute them from x.logprobs"]
+    is_finite = (terms.weights * terms.terms).isfinite().all()
+    return [] if is_finite else ["weights * terms are not finite on a made-up micro-batch"]

@@ -60,6 +60,8 @@ class JudgeStats:
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
     failed: Counter[str] = field(default_factory=Counter)
     """Questions given up: 'transport', or 'unreadable' (`rl.api.types.is_unreadable`)."""
+    of_ten: list[float] = field(default_factory=list)
+    """Scores whose range is 0 to 10."""
     other_model: int = 0
     """Replies that name a model other than `judge.model`."""
     prompt_tokens: int = 0

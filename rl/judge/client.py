@@ -27,6 +27,7 @@ from rl.judge.reply import (
     UnreadableReplyError,
     read_chat,
     refuse_part,
+    scores_of_ten,
     served_models,
 )
 from rl.text.scrub import scrub
@@ -203,6 +204,7 @@ class JudgeClient:
                     self._slots.release()
         finally:
             self._addresses.fresh.discard(asking)
+        self._addresses.stats.of_ten += scores_of_ten(question.reply_schema, value)
         if failure:
             kind = "unreadable" if is_unreadable(failure) else "transport"
             self._addresses.stats.failed[kind] += 1

@@ -184,6 +184,17 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
+    """The scores in a parsed reply whose range in its `schema` is 0 to 10; [] where the reply is
+    not a number for each in the schema."""
+    properties = schema.get("properties", {}).values()
+    items = [item for p in properties for item in [p.get("items", p)] * p.get("minItems", 1)]
+    ranges = [(item["minimum"], item["maximum"]) for item in items if "maximum" in item]
+    if not isinstance(parsed, tuple) or len(parsed) != len(ranges):
+        return []
+    return [score for score, of in zip(parsed, ranges, strict=True) if of == (0, 10)]
+
+
 def _parsed(body: bytes) -> Any:
     """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from rl.config.printing import escaped
 from rl.config.schema import ConfigError, listed
@@ -54,6 +55,7 @@ GPU_MEMORY = (
     "lower optimizer.max_tokens_per_micro_batch, or set gpu_gb to the GPU's memory and run --check "
     "to see what fits; the same command then resumes"
 )
+_leave = os._exit
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -68,17 +70,37 @@ def sentence(error: BaseException) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
         message = escaped(str(error), MAX_SHOWN)
         return f"this run cannot go on:\n  {message}; {GPU_MEMORY}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not str(error):
-        return None
-    last = frames[-1]
-    if _PACKAGE not in Path(last.filename).resolve().parents:
-        return None
-    if not (last.line or "").startswith("raise "):
+    if not is_raised_here(error) or not str(error):
         return None
     if isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
     return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
+
+
+def is_raised_here(error: BaseException) -> bool:
+    """Whether a `raise` statement of this package raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(
+        _PACKAGE in Path(frame.filename).resolve().parents
+        and (frame.line or "").startswith("raise ")
+        for frame in frames
+    )
+
+
+def raise_on_exit() -> None:
+    """From now on, `os._exit` in code that this package calls (a plugin, a library) raises
+    SystemExit: the process would end without a word. Forked processes keep it."""
+    process = os.getpid()
+
+    def leave_or_raise(status: int) -> NoReturn:
+        frames = traceback.walk_stack(sys._getframe(1))
+        names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+        is_called_by_us = any(name.startswith("rl.") for name in names[1:])
+        if is_called_by_us and not names[0].startswith("rl.") and os.getpid() == process:
+            raise SystemExit(f"os._exit({status}), which ends a process without a word")
+        _leave(status)
+
+    os._exit = leave_or_raise
 
 
 def remedy(error: OSError) -> str:

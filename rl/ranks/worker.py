@@ -38,6 +38,7 @@ def main() -> None:
         sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
     terminal.guard()
     heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
+    error_messages.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
     _write_note(note)
     sys.argv = [target, *args]

@@ -24,7 +24,7 @@ class BackgroundWriter:
         self._slots = threading.Semaphore(max_waiting + 1)
         self._thread = ThreadPoolExecutor(1, "writer")
         self._last: Future[None] | None = None
-        self._errors: deque[Exception] = deque()
+        self._errors: deque[BaseException] = deque()
         self._has_waited = False
 
     def put(self, label: str, write: Callable[[], object]) -> Future[None]:
@@ -75,7 +75,7 @@ class BackgroundWriter:
     def _write(self, label: str, write: Callable[[], object]) -> None:
         try:
             retry_until_space(write, self._folder, label)
-        except Exception as error:
+        except BaseException as error:  # a real KeyboardInterrupt reaches only the main thread
             warn(f"{label} could not be written: {str(error) or repr(error)}")
             self._errors.append(error)
         finally:

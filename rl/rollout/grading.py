@@ -20,7 +20,7 @@ from rl.api.types import RewardInput, RewardOutput, is_unreadable
 from rl.console.console import warn
 from rl.files.images import copied_pictures
 from rl.judge.client import JudgeError
-from rl.ranks.error_messages import is_lost_device
+from rl.ranks.error_messages import is_lost_device, is_raised_here
 
 Outputs = Sequence[RewardOutput]
 
@@ -60,7 +60,9 @@ async def scores(
         is_refused = isinstance(error, JudgeError) and not may_refuse
         if is_refused or is_lost_device(error) or is_cancelled:
             raise
-        text = "".join(traceback.format_exception(error))
+        is_wrong_value = is_raised_here(error)  # by `checked_output`: no traceback
+        form = traceback.format_exception_only if is_wrong_value else traceback.format_exception
+        text = "".join(form(error))
         failure = f"raised {described(error, method)}"
         outputs_G = [RewardOutput(None, failure=failure, traceback=text)] * len(inputs_G)
     if unreadable == "lowest":

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rl.api.data import DataSource, OnBadRow
+from rl.api.data import DataSource, OnBadRow, read_row
 from rl.api.types import Prompt, Sample, UnusableSampleError
 from rl.files.images import copied_pictures
 
@@ -64,7 +64,8 @@ class PromptOrder:
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                item = build(copied_pictures(rows[order[(start + step) % len(rows)]]))
+                index = order[(start + step) % len(rows)]
+                item = build(copied_pictures(read_row(rows, index, f"data.train.{source}")))
             except UnusableSampleError:
                 if self._on_bad_row == "error":
                     raise
@@ -92,8 +93,9 @@ def first_samples(
         if index >= len(sources[source]):
             continue
         try:
-            sample = copied_pictures(sources[source][index])
-            row = f"data.validation.{source}, row {index}"
+            key = f"data.validation.{source}"
+            sample = copied_pictures(read_row(sources[source], index, key))
+            row = f"{key}, row {index}"
             if row_of_id.setdefault(sample.id, row) != row:
                 raise ValueError(
                     f"{row} has the id {sample.id!r} of {row_of_id[sample.id]}; give it another "

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from PIL.Image import Image
 
-from rl.api.plugin import brief, reported_by
+from rl.api.plugin import reported_by
 from rl.api.policy import Policy
-from rl.api.renderer import Renderer
+from rl.api.renderer import Renderer, drawn_problem
 from rl.api.reward import Reward
 from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
@@ -126,10 +126,10 @@ def begin(
         limit = num_distinct * context.config.images_per_completion
         try:
             with counted("pictures" if context.makes_images else "answers", limit) as progress:
-                for number, outcome in context.renderer.render(jobs):
+                for drawn in context.renderer.render(jobs):
                     if should_stop():
                         raise Interrupted
-                    pending.submit(number, outcome)
+                    pending.submit(drawn)
                     progress.step()
         except BaseException:
             pending.cancel()
@@ -174,6 +174,8 @@ class PendingRollout:
         """(prompt index, token ids from which the picture is drawn, picture number) -> picture."""
         self._pictures: list[Picture] = []
         """The same pictures in the order in which they are passed to the renderer."""
+        self._undrawn: set[int] = set()
+        """Indices into `_pictures` of those that the renderer has not drawn yet."""
         self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
         """(reward name, picture or reading) -> the call that grades it, and the index of its output
         in the list that the call returns."""
@@ -198,6 +200,7 @@ class PendingRollout:
         for number in range(0 if failure else config.images_per_completion):
             picture = self._distinct.setdefault((p, drawn_ids, number), Picture(p, number))
             if not picture.readings:
+                self._undrawn.add(len(self._pictures))
                 self._pictures.append(picture)
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
@@ -212,14 +215,12 @@ class PendingRollout:
         self._compare(p)
         return jobs
 
-    def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
-        """Store picture `number`, or its failure, and submit it to the rewards."""
-        is_no_picture = outcome is None and not self._context.makes_images
-        if not is_no_picture and not isinstance(outcome, Image | RenderFailure):
-            raise TypeError(
-                f"renderer: {self._context.config.renderer['type']} draws {brief(outcome)}; "
-                "expected an RGB picture of PIL, or a RenderFailure"
-            )
+    def submit(self, drawn: tuple[int, Image | RenderFailure | None]) -> None:
+        """Store (its number, a picture or its failure), and submit it to the rewards."""
+        if problem := drawn_problem(drawn, self._undrawn, self._context.makes_images):
+            raise TypeError(f"renderer: {self._context.config.renderer['type']} {problem}")
+        number, outcome = drawn
+        self._undrawn.remove(number)
         picture = self._pictures[number]
         # Copy it: a renderer may draw its next picture into the same image object.
         picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
@@ -290,8 +291,10 @@ class PendingRollout:
         Raises `JudgeRefused` if the judge is set up wrongly; if the judge is down, episodes are
         UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
-        assert all(picture.has_outcome for picture in self._pictures), "the renderer lost a job"
         sampled, config = self._sampled, self._context.config
+        if self._undrawn:
+            lost = f"{len(self._undrawn)} of {len(self._pictures)} jobs"
+            raise ValueError(f"renderer: {config.renderer['type']} yields no picture for {lost}")
         try:
             with counted("verdicts", len(self._futures), self._num_done()) as progress:
                 for p, arms_G in enumerate(self._arms_PG):

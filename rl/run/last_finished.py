@@ -139,5 +139,5 @@ def save_before_leaving(
             lost = f"iterations {on_disk + 1} to {last.done} are lost"
             why = "a later update began" if received else "a rank with part of the state is gone"
             warn(f"{lost} ({why}); newest checkpoint: {newest or 'none'}")
-    except Exception as save_error:
+    except BaseException as save_error:  # a policy of the user's may raise anything
         warn(f"the finished iterations could not be saved: {save_error!r}")

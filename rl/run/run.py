@@ -11,6 +11,7 @@ from rl.api.engine import Engine
 from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer, warn
+from rl.judge.addresses import JudgeStats
 from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
@@ -27,6 +28,12 @@ from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
 from rl.run.recording import Recording
+
+OF_ONE = (
+    "the judge was asked for scores from 0 to 10, and all of the first iteration are at most 1, "
+    "some of them fractions: it seems to grade from 0 to 1, so each reward is a tenth of what it "
+    "means; use a judge that keeps to the scale, or a prompt that states it more clearly"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,8 +200,11 @@ class Run:
 
     def log(self, done: int, metrics: Metrics) -> None:
         """Write a line of metrics of all ranks to record, trackers and console. Collective."""
-        for judge in self.judges.values():
-            _add_judge_stats(metrics, judge)
+        for key, judge in self.judges.items():
+            stats = judge.take_stats()
+            _add_judge_stats(metrics, stats)
+            if done == self.start + 1 and self.dist.is_main and is_of_one(stats.of_ten):
+                warn(f"{key}: {OF_ONE}")
         if self.judge_passed is not None:
             metrics.maximum("judge/audit_passed", float(self.judge_passed))
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
@@ -224,8 +234,12 @@ class Run:
         )
 
 
-def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
-    stats = judge.take_stats()
+def is_of_one(scores: Sequence[float]) -> bool:
+    """Whether scores on a scale of 0 to 10 look like a scale of 0 to 1."""
+    return max(scores, default=2) <= 1 and any(0 < score < 1 for score in scores)
+
+
+def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:
     metrics.total("judge/requests", stats.requests)
     metrics.total("judge/reused_replies", stats.reused)
     metrics.total("judge/retries", sum(stats.retries.values()))

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rl.config.messages import nearest
 from rl.config.schema import ConfigError, listed
-from rl.ranks.error_messages import remedy
+from rl.ranks.error_messages import raise_on_exit, remedy
 from rl.text.terminal import plain, wrapped
 
 KEY_VALUE = """
@@ -86,6 +86,7 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
+        raise_on_exit()
         try:
             code = main(arguments)
             sys.stdout.flush()

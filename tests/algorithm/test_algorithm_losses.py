@@ -1,9 +1,12 @@
 """Losses, KL and importance weights by hand; `test_algorithm_trl.py` compares whole steps."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_messages import holds
 
 from rl.algorithm.grpo import (
     Mismatch,
@@ -16,6 +19,7 @@ from rl.algorithm.grpo import (
 )
 from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.config.schema import AlgorithmConfig
+from rl.ranks.error_messages import sentence
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LOW, HIGH = 0.2, 0.28
@@ -237,3 +241,21 @@ def test_each_loss_is_divided_by_its_own_count() -> None:
     )
     divisors = {name: divisor(loss_named(name), counts) for name in LOSSES}
     assert divisors == {"dapo": 8, "cispo": 8, "grpo": 4, "gspo": 4, "dr_grpo": 6}
+
+
+@pytest.mark.parametrize(
+    ("returned", "part"),
+    [
+        (None, "returns None (NoneType); expected rl.api.loss.LossTerms"),
+        (LossTerms(*[torch.zeros(1, 3)] * 3, torch.zeros(1, 2)), "clipped is of shape (1, 2)"),
+        (LossTerms(*[torch.zeros(1, 3)] * 3, None), "clipped is None (NoneType)"),
+    ],
+)
+def test_what_a_loss_may_not_return_is_a_sentence(monkeypatch, returned, part: str) -> None:
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(loss=lambda x: returned))
+    zeros, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    x = LossInputs(zeros, zeros, zeros, zeros[:, :1], mask, Denominators(1, 1, 1, 1), LOW, HIGH)
+    with pytest.raises(TypeError) as error:
+        objective(AlgorithmConfig(loss="mine.loss"), x, None)
+    text = sentence(error.value)
+    assert text is not None and holds(text, f"algorithm.loss: mine.loss {part}")

@@ -136,7 +136,7 @@ DATA: list[tuple[str, str]] = [
 
 
 DRAWS = "class R(Renderer): | accepts = 'text' | runs_model = False | def render(self, jobs): "
-PICTURE = "(number of the job, RGB picture)"
+PICTURE = "(number of the job, RGB picture or RenderFailure), once"
 RENDERERS: list[tuple[str, str]] = [
     ("class R(Renderer): | accepts = 'text'", "no render ... `def render(self, jobs: "),
     ("class R(Renderer): | def render(self, jobs): ...",
@@ -153,8 +153,8 @@ RENDERERS: list[tuple[str, str]] = [
     (DRAWS + "... | @classmethod | def prompt_template(cls, config): return '{image}'",
      "R.prompt_template ... '{image}' (str) ... PromptTemplate | None"),
     (DRAWS + "return [Image.new('RGB', (4, 4)) for _ in jobs]", f"(Image) ... {PICTURE}"),
-    (DRAWS + "yield 0, 'a picture'", f"'a picture' (str) ... {PICTURE}"),
-    (DRAWS + "yield 1, Image.new('RGB', (4, 4))", "jobs [1] of 0, 1 ... (number"),
+    (DRAWS + "yield 0, 'a picture'", f"(0, 'a picture') (tuple) ... {PICTURE}"),
+    (DRAWS + "yield 1, Image.new('RGB', (4, 4))", "no picture for jobs [0] of 0, 1"),
     (DRAWS + "... | @classmethod | def savings(cls, c): ...",
      "R.savings ... None (NoneType) ... Sequence[Saving]"),
     (DRAWS + "raise SystemExit(3)", "SystemExit: 3 ("),
@@ -172,8 +172,8 @@ LOSSES: list[tuple[str, str]] = [
     ("async def f(x): ...", "f is async ... `def f(x: LossInputs) -> LossTerms`"),
     ("def f(x): return x.logprobs.sum()", "tensor(0., grad_fn=<SumBackward0>) (Tensor)"),
     ("def f(x): raise ValueError('no')", "ValueError: no ("),
-    (TERMS.format("1 / x.denominators.num_tokens"), "weights is 0.125 (float) ... tensor"),
-    (TERMS.format("x.mask.sum(1) / 9"), "weights has shape (2,) ... (2, 3)"),
+    (TERMS.format("1 / x.denominators.num_tokens"), "weights is 0.125 (float) ... (2, 3)"),
+    (TERMS.format("x.mask.sum(1) / 9"), "weights is of shape (2,) ... (2, 3)"),
     (TERMS.format("x.mask / x.mask.sum()"), "micro-batches ... x.denominators"),
     (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
     (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15) ... LossInputs, which has adv"),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -78,6 +79,14 @@ def test_an_error_is_raised_once_with_its_file_and_loses_no_other_job(
     writer.flush()
     assert later.read_text() == "whole"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["later.txt", "taken"]
+
+
+def test_a_job_that_raises_a_keyboard_interrupt_is_not_lost(tmp_path: Path) -> None:
+    """A policy's `save_pretrained` may raise anything."""
+    interrupt = Mock(side_effect=KeyboardInterrupt("of a plugin"))
+    with pytest.raises(KeyboardInterrupt), BackgroundWriter(tmp_path) as writer:
+        writer.put("the checkpoint", interrupt)
+        writer.put("a later job", lambda: None)
 
 
 def test_the_error_that_ends_the_run_is_raised_and_not_a_write_error(tmp_path, capsys) -> None:

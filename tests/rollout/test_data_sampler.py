@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +114,28 @@ def test_a_bad_row_is_replaced_by_the_next_one():
     assert [sample.id for sample in first_samples(sources, [1], 9, "skip")] == ["a:0", "a:2"]
     with pytest.raises(BadRowError):
         first_samples(sources, [1], 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"id": 7}, "id 7 (int); expected str"),
+        ({"instruction": None}, "instruction None (NoneType); expected str"),
+        ({"sources": ["a.png"]}, "sources ['a.png'] (list); expected tuple"),
+        ({"sources": ("a.png",)}, "a source 'a.png' (str); expected Image"),
+        ({"target": "a.png"}, "target 'a.png' (str); expected PIL.Image.Image | None"),
+        ({"hidden": None}, "hidden None (NoneType); expected Mapping"),
+        (None, "is None (NoneType); expected rl.api.types.Sample"),
+    ],
+)
+def test_a_row_of_a_wrong_type_names_source_row_and_field(changes, part: str) -> None:
+    row = changes and replace(Sample("a", "x"), **changes)
+    for read, kind in (
+        (lambda rows: ids(PromptOrder([rows], [1], 0, 1), 0), "train"),
+        (lambda rows: first_samples([rows], [1], 1), "validation"),
+    ):
+        with pytest.raises(ValueError, match=f"^data.{kind}.0: row 0 .*{re.escape(part)}"):
+            read([row])
 
 
 def build_short_prompt(sample: Sample) -> str:

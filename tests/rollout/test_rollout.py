@@ -35,7 +35,7 @@ from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
-from rl.ranks import signals
+from rl.ranks import error_messages, signals
 from rl.ranks.dist import Dist
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
@@ -75,7 +75,7 @@ class Level(Reward):
         if reward_input.text.startswith("j"):
             return RewardOutput(None, failure="timeout: no answer", replies=("half a",))
         assert reward_input.image is not None
-        level = reward_input.image.getpixel((0, 0)) / 255
+        level = reward_input.image.getpixel((0, 0))[0] / 255
         parts, regions = {"raw": level * 10}, (Region(f"{level}", (0, 0, 1, 1)),)
         return RewardOutput(level, parts, replies=(f"{level}",), seconds=0.5, regions=regions)
 
@@ -130,7 +130,7 @@ def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) 
     assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
     assert one.reward == pytest.approx(sum(levels[:3]) / 3)
     assert sorted(one.image_rewards) == sorted(levels[:3])
-    recorded = one.image.getpixel((0, 0)) / 255
+    recorded = one.image.getpixel((0, 0))[0] / 255
     assert one.regions == {"level": (Region(f"{recorded}", (0, 0, 1, 1)),)}
     # Both completions got the same three rewards: the noise causes all of the variance.
     metrics = rollout_metrics(Rollout([[one, two]], [None]), Dist())
@@ -421,6 +421,7 @@ def test_a_reward_that_returns_an_invalid_value_leaves_the_picture_ungraded(
 ) -> None:
     [episode] = roll(replace(context, rewards={"odd": Graded(lambda _: wrong)}), word("a"))
     assert episode.status is Status.UNGRADED and episode.failure.startswith("odd: ")
+    assert "Traceback" not in episode.failure, "it would show no line of the user's"
     assert wrong is not None or episode.failure == "odd: gave no value (None)"
 
 
@@ -434,6 +435,34 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run_with_its_traceback(
     assert holds(
         error.value, "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
     )
+
+
+GREY = Image.new("L", (8, 8))
+RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "part"),
+    [
+        ([(0, None)], "(0, None) (tuple)"),
+        ([(0, GREY)], "mode=L"),
+        ([(0, EMPTY)], "size=0x8"),
+        ([(0, "a picture")], "'a picture'"),
+        ([RED], "mode=RGB size=8x8"),
+        ([(1, RED)], "(1, <PIL"),
+        ([(0, RED), (0, RED)], "(0, <PIL"),
+        ([], "no picture for 1 of 1 jobs"),
+    ],
+)
+def test_what_a_renderer_may_not_yield_ends_the_run_with_a_sentence(
+    context: RolloutContext, drawn: list[Any], part: str
+) -> None:
+    painter = Painter()
+    painter.render = lambda jobs: [*jobs] and iter(drawn)  # type: ignore[method-assign]
+    with pytest.raises((TypeError, ValueError)) as error:
+        roll(replace(context, renderer=painter), word("a"))
+    text = error_messages.sentence(error.value)
+    assert text is not None and holds(text, f"renderer: r yields ... {part}")
 
 
 class SpoilsGroups(Reward):

@@ -20,6 +20,7 @@ import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.console.console import PhaseTimer
+from rl.judge.addresses import JudgeStats
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
@@ -185,3 +186,19 @@ def wait_for_rank_1() -> list[dict[str, float]]:
 def test_a_rank_that_waits_for_another_does_not_count_as_slow() -> None:
     (of_0, of_1), _ = run_ranks(wait_for_rank_1, 2)
     assert of_1["learn"] > 0.5 > of_0["learn"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_warned"),
+    [([0.85, 1.0, 0.0], True), ([0.0, 1.0, 1.0], False), ([0.85, 7.0], False), ([], False)],
+)
+def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned: bool) -> None:
+    """Where 0 to 10 was asked for."""
+    run = Run.__new__(Run)
+    run.config, run.dist, run.held_out, run.start = run_config(), Dist(), [], 0
+    run.recording = run.checks = run.checkpointing = MagicMock()
+    run.prompt_order, run.judge_passed, run.num_skipped_rows = MagicMock(num_replaced=0), None, 0
+    run.judges = {"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))}
+    for done in range(3):
+        run.log(done, Metrics())
+    assert capsys.readouterr().err.count("grade from 0 to 1") == is_warned

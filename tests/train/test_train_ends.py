@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,21 @@ ENDS = [
 """(function that raises, at which call, error, number of iterations finished by then)."""
 IN_CI = (5, 7, 11)
 """Indices into ENDS: in a rollout, in and after a step; the others run in the campaign."""
+
+
+LOSS = """
+from pathlib import Path
+from rl.algorithm.grpo import loss_named
+
+METRICS, RAISED = (Path(__file__).parent / "tiny" / name for name in ("metrics.jsonl", "raised"))
+
+def loss(x):
+    if METRICS.exists() and METRICS.read_text().count("\\n") > 1 and not RAISED.exists():
+        RAISED.touch()
+        raise KeyboardInterrupt("of a plugin")
+    return loss_named("grpo")(x)
+"""
+"""Raises once, when metrics of two iterations are written."""
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +134,21 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
         for folder in (tmp_path / "straight/tiny", killed)
     ]
     assert rows_of(records[0]) == rows_of(records[1])
+
+
+@pytest.mark.slow
+def test_a_plugin_that_raises_is_named_and_the_same_command_resumes(tmp_path: Path) -> None:
+    (tmp_path / "outsider.py").write_text(LOSS)
+    config = tiny_loop.shortened("tiny_reasoning", tmp_path, "transformers")
+    config["algorithm"]["loss"] = "outsider.loss"
+    config["evaluation"]["every_n_iterations"] = 0
+    config["checkpoint"]["save_every_n_iterations"] = 9
+    path = tiny_loop.write_config(tmp_path, config)
+    environ = tiny_loop.environment(PYTHONPATH=f"{tiny_loop.REPO}:{tmp_path}")
+    launch = [sys.executable, "-m", "rl.simple_launch", str(path)]
+    ended = subprocess.run(launch, env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert "algorithm.loss: outsider.loss raises KeyboardInterrupt: of a plugin (" in ended.stderr
+    assert (tmp_path / "tiny/checkpoints/step_000001").is_dir(), "finished work is on disk"
+    resumed = subprocess.run(launch, env=environ, capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr
