@@ -97,7 +97,7 @@ def _with_path_in_errors(path: Path) -> Iterator[None]:
 
 def json_line(value: Mapping[str, Any]) -> str:
     """Strict JSON that every reader takes as one line; NaN and infinities become null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(with_leaves(value, _finite), ensure_ascii=False, allow_nan=False)
     return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
@@ -175,11 +175,15 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return rows, damaged
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a JSON-like `value` with `change` applied to each key and to each value that is
+    neither an object nor a list."""
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+        return [with_leaves(item, change) for item in value]
+    if isinstance(value, (str, int, float)) or not isinstance(value, Mapping):  # the slowest last
+        return change(value)
+    return {change(key): with_leaves(item, change) for key, item in value.items()}
+
+
+def _finite(leaf: Any) -> Any:
+    return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
