@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl.checkpoints.full_disk import is_full, retry_until_space
 from rl.config import formats
-from rl.config.paths import not_a_file
+from rl.config.paths import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
 from rl.console.console import warn
-from rl.files.atomic import fsync, read_rows, row_of, write_atomically
+from rl.files.atomic import fsync, read_object, read_rows, write_atomically
 from rl.files.held import GoneError, current_path
 from rl.publish import hub
 from rl.ranks.dist import Dist
@@ -303,7 +303,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     """Find the checkpoint to resume from. `hashes`: verify the sha256 of its files, too."""
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
-    last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
+    last = read_bytes(written).decode(errors="replace").strip() if written.exists() else ""
     remarks: list[str] = []
     problem = format_problem(run_dir)
     is_name = _STEP_NAME.fullmatch(last) is not None
@@ -369,7 +369,7 @@ def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     without a readable line in metrics.jsonl is left out."""
     file = run_dir / "metrics.jsonl"
     rewards: dict[int, float | None] = {0: None}  # there may be no line before training
-    for row in read_rows(file)[0] if file.is_file() else []:
+    for row in read_rows(file)[0]:
         if type(row.get("iteration")) is int:
             value: Any = row.get("eval/reward")
             is_reward = type(value) in (int, float) and 0 <= value <= 1
@@ -389,7 +389,7 @@ def _changes_in(path: Path) -> str:
         return "it is a link"
     if problem := problem_of(path, hashes=False):
         return f"it is damaged or was changed ({problem})"
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads(read_bytes(path / "manifest.json"))
     ours = {*manifest, "manifest.json", f"{MODEL_FOLDER}/{MODEL_CARD}"}
     for entry in sorted(path.rglob("*")):
         name = entry.relative_to(path).as_posix()
@@ -427,7 +427,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
     """Why the checkpoint at `path` is not intact, or None. Compares every file's size with the
     manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(read_bytes(path / "manifest.json"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
     except _UNREADABLE as error:
         return f"no readable manifest.json: {excerpt(str(error), _MAX_SHOWN_CHARS)}"
@@ -452,7 +452,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
 def format_problem(folder: Path) -> str:
     """Why this version cannot read the format of that run folder or checkpoint; '' if it can."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
-        row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
+        row = (read_object(folder / file) if (folder / file).exists() else None) or {}
         if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
             return problem
     return ""

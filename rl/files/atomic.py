@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
+from rl.config.paths import read_bytes
 from rl.files.held import current_path
 from rl.files.private import no_links
 
@@ -22,6 +23,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
+
+MAX_ROWS_BYTES = 4 * 10**9
+"""Of a JSONL file, which is read as a whole."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """Line ends of `str.splitlines` that JSON does not escape, and surrogates, which UTF-8 cannot
@@ -129,10 +133,17 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file, ends included. Only b'\\n' ends a line: values may hold U+2028 or a lone
-    \\r."""
-    with path.open("rb") as file:
-        return file.readlines()
+    """The lines of a file, ends included; none if there is no file. Only b'\\n' ends a line: values
+    may hold U+2028 or a lone \\r. Raises OSError as `read_bytes`."""
+    try:
+        return BytesIO(read_bytes(path, MAX_ROWS_BYTES)).readlines()
+    except FileNotFoundError:
+        return []
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, as `row_of`. Raises OSError as `read_bytes`."""
+    return row_of(read_bytes(path))
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
