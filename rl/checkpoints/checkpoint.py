@@ -7,12 +7,13 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError  # nosec B403 - an error only
 from typing import TYPE_CHECKING, Any
 
 from rl.checkpoints.full_disk import is_full, retry_until_space
@@ -40,6 +41,7 @@ _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_MOVE_AWAY = "move this checkpoint away, and the run resumes from an older one"
 _TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
 
@@ -156,6 +158,7 @@ class Checkpoints:
     def load(self, path: Path) -> Loaded:
         """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
         rank cannot see the folder."""
+        import torch
         from safetensors.torch import load_file
 
         if self._dist.any(not (path / "manifest.json").is_file()):
@@ -164,11 +167,10 @@ class Checkpoints:
             )
         state = read_state(path)
         rng = None
-        if state["world_size"] == self._dist.world_size:
-            import torch
-
-            rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
-        tensors = load_file(path / "state.safetensors")
+        with sound(path):
+            if state.get("world_size") == self._dist.world_size:
+                rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
+            tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
     def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
@@ -193,8 +195,9 @@ class Checkpoints:
                 warn(f"checkpoint {name} is not written: {gone}")
                 return None, str(gone)
             if is_full(error):
-                problem += "; make room on that disk, and start the same command again"
-            warn(f"{problem}. Older checkpoints are intact.")
+                problem += "; make room, and start the same command again"
+            newest = find(self.folder.parent, hashes=False).path
+            warn(f"{problem}. Newest complete checkpoint: {newest.name if newest else 'none'}.")
             return None, problem
 
     def _write(self, point: ResumePoint, name: str) -> Path:
@@ -413,14 +416,33 @@ def model_folder(path: Path) -> Path:
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, with the run's config in it.
 
-    Raises ValueError if it has another format.
+    Raises ValueError if it has another format, or values that no run writes.
     """
     if problem := format_problem(path):
         raise ValueError(problem)
-    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if "config" in state["meta"]:
-        state["meta"]["config"] = formats.stored(state["meta"]["config"], f"the config in {path}")
+    state = read_object(path / "state.json") or {}
+    iteration, meta = state.get("iteration"), state.get("meta")
+    is_named = not _STEP_NAME.fullmatch(path.name) or iteration == iteration_of(path)
+    if type(iteration) is not int or iteration < 0 or not is_named or not isinstance(meta, dict):
+        shown = excerpt(f"iteration {iteration!r}, meta {meta!r}", _MAX_SHOWN_CHARS)
+        raise ValueError(f"{path / 'state.json'} is damaged ({shown}); {_MOVE_AWAY}")
+    if "config" in meta:
+        meta["config"] = formats.stored(meta["config"], f"the config in {path}")
     return state
+
+
+@contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Turns the errors of parsers of the checkpoint `path` into a ValueError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        UnpicklingError, SafetensorError, EOFError, RuntimeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        reason = excerpt(str(error), _MAX_SHOWN_CHARS)
+        raise ValueError(f"{path} is damaged ({reason}); {_MOVE_AWAY}") from error
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:

@@ -137,7 +137,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         is_adapter,
         config,
         run_dir if (run_dir / "metrics.jsonl").is_file() else None,
-        state["iteration"] if type(state.get("iteration")) is int else 0,
+        state["iteration"],
         {
             name: value
             for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())

@@ -18,8 +18,8 @@ from rl.config.paths import read_bytes
 from rl.files.held import current_path
 from rl.files.private import no_links
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk and of an exhausted quota."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, an exhausted quota and the largest size of a file."""
 
 MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
