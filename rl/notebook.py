@@ -172,8 +172,7 @@ class LoadedRun:
     def metrics(self) -> Table[Mapping[str, Any]]:
         """A dict for each iteration: 'iteration', and the metrics of docs/metrics.md; None: not
         finite."""
-        path = self.folder / "metrics.jsonl"
-        return Table(reading.named_rows(path, "iteration")[0] if path.is_file() else [])
+        return Table(reading.named_rows(self.folder / "metrics.jsonl", "iteration")[0])
 
     def episodes(self, iterations: int | Iterable[int] | None = None) -> Table[Row]:
         """The training completions of one iteration, of several (`range(10, 20)`), or of all.

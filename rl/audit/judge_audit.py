@@ -27,6 +27,7 @@ from rl.audit import audit_statistics as statistics
 from rl.audit.audit_cases import CLEARLY_WRONG, CORRECT, Case
 from rl.audit.judge_attacks import attacked
 from rl.build import Plugin, Resolved
+from rl.config.paths import read_bytes
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.files.atomic import write_atomically
 from rl.judge.client import JudgeError
@@ -430,7 +431,7 @@ def entries(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text("utf-8"))
+        found = json.loads(read_bytes(file))
         if not isinstance(found, dict):
             raise ValueError("not an object")
     except ValueError as error:

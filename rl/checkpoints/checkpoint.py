@@ -7,20 +7,21 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError  # nosec B403 - an error only
 from typing import TYPE_CHECKING, Any
 
 from rl.checkpoints.full_disk import is_full, retry_until_space
 from rl.config import formats
-from rl.config.paths import not_a_file
+from rl.config.paths import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
 from rl.console.console import warn
-from rl.files.atomic import fsync, read_rows, row_of, write_atomically
+from rl.files.atomic import fsync, read_object, read_rows, write_atomically
 from rl.files.held import GoneError, current_path
 from rl.publish import hub
 from rl.ranks.dist import Dist
@@ -40,6 +41,7 @@ _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_MOVE_AWAY = "move this checkpoint away, and the run resumes from an older one"
 _TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
 
@@ -156,6 +158,7 @@ class Checkpoints:
     def load(self, path: Path) -> Loaded:
         """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
         rank cannot see the folder."""
+        import torch
         from safetensors.torch import load_file
 
         if self._dist.any(not (path / "manifest.json").is_file()):
@@ -164,11 +167,10 @@ class Checkpoints:
             )
         state = read_state(path)
         rng = None
-        if state["world_size"] == self._dist.world_size:
-            import torch
-
-            rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
-        tensors = load_file(path / "state.safetensors")
+        with sound(path):
+            if state.get("world_size") == self._dist.world_size:
+                rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
+            tensors = load_file(path / "state.safetensors")
         return Loaded(state["iteration"], tensors, state["meta"], rng)
 
     def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
@@ -193,8 +195,9 @@ class Checkpoints:
                 warn(f"checkpoint {name} is not written: {gone}")
                 return None, str(gone)
             if is_full(error):
-                problem += "; make room on that disk, and start the same command again"
-            warn(f"{problem}. Older checkpoints are intact.")
+                problem += "; make room, and start the same command again"
+            newest = find(self.folder.parent, hashes=False).path
+            warn(f"{problem}. Newest complete checkpoint: {newest.name if newest else 'none'}.")
             return None, problem
 
     def _write(self, point: ResumePoint, name: str) -> Path:
@@ -308,7 +311,7 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     """Find the checkpoint to resume from. `hashes`: verify the sha256 of its files, too."""
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
-    last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
+    last = read_bytes(written).decode(errors="replace").strip() if written.exists() else ""
     remarks: list[str] = []
     problem = format_problem(run_dir)
     is_name = _STEP_NAME.fullmatch(last) is not None
@@ -378,7 +381,7 @@ def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
 def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     """Iterations done -> last readable line of metrics.jsonl; there may be none before training."""
     file = run_dir / "metrics.jsonl"
-    rows = read_rows(file)[0] if file.is_file() else []
+    rows = read_rows(file)[0]
     return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}
 
 
@@ -412,7 +415,7 @@ def _changes_in(path: Path) -> str:
         return "it is a link"
     if problem := problem_of(path, hashes=False):
         return f"it is damaged or was changed ({problem})"
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads(read_bytes(path / "manifest.json"))
     ours = {*manifest, "manifest.json", f"{MODEL_FOLDER}/{MODEL_CARD}"}
     for entry in sorted(path.rglob("*")):
         name = entry.relative_to(path).as_posix()
@@ -436,21 +439,40 @@ def model_folder(path: Path) -> Path:
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, with the run's config in it.
 
-    Raises ValueError if it has another format.
+    Raises ValueError if it has another format, or values that no run writes.
     """
     if problem := format_problem(path):
         raise ValueError(problem)
-    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if "config" in state["meta"]:
-        state["meta"]["config"] = formats.stored(state["meta"]["config"], f"the config in {path}")
+    state = read_object(path / "state.json") or {}
+    iteration, meta = state.get("iteration"), state.get("meta")
+    is_named = not _STEP_NAME.fullmatch(path.name) or iteration == iteration_of(path)
+    if type(iteration) is not int or iteration < 0 or not is_named or not isinstance(meta, dict):
+        shown = f"iteration {iteration!r:.30}, meta of type {type(meta).__name__}"
+        raise ValueError(f"{path / 'state.json'} is damaged ({shown}); {_MOVE_AWAY}")
+    if "config" in meta:
+        meta["config"] = formats.stored(meta["config"], f"the config in {path}")
     return state
+
+
+@contextmanager
+def sound(path: Path) -> Iterator[None]:
+    """Turns the errors of parsers of the checkpoint `path` into a ValueError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        UnpicklingError, SafetensorError, EOFError, RuntimeError, LookupError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        # torch's own message advises to run the pickle.
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); {_MOVE_AWAY}") from error
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
     """Why the checkpoint at `path` is not intact, or None. Compares every file's size with the
     manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(read_bytes(path / "manifest.json"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
     except _UNREADABLE as error:
         return f"no readable manifest.json: {excerpt(str(error), _MAX_SHOWN_CHARS)}"
@@ -475,7 +497,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
 def format_problem(folder: Path) -> str:
     """Why this version cannot read the format of that run folder or checkpoint; '' if it can."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
-        row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
+        row = (read_object(folder / file) if (folder / file).exists() else None) or {}
         if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
             return problem
     return ""

@@ -1,4 +1,4 @@
-"""Retries a write until the disk has space, and logs once a minute that the run waits."""
+"""Retries a write until there is room for it, and logs once a minute that the run waits."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def retry_until_space(write: Callable[[], T], folder: Path, name: str) -> T:
         if (now_s := time.monotonic()) >= next_warning_s:
             next_warning_s = now_s + WARN_EVERY_S
             warn(
-                f"the disk of {folder} is full: {name} waits, for {duration(now_s - began_s)} now, "
-                "and is written once there is room (delete something, or raise the quota); SIGTERM "
-                "ends the run"
+                f"{folder} has no room: {name} waits, for {duration(now_s - began_s)} now, and is "
+                "written once there is room (delete something, or raise the quota, or with prlimit "
+                "--fsize the largest size of a file); SIGTERM ends the run"
             )
         while time.monotonic() < now_s + TRY_EVERY_S and not signals.stop_received():
             heartbeat.note_wait()
@@ -50,7 +50,8 @@ def retry_until_space(write: Callable[[], T], folder: Path, name: str) -> T:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk, or a user's share of it, is full, whichever library says so."""
+    """Whether the disk or a user's share of it is full, or a file has reached its largest size,
+    whichever library says so."""
     if isinstance(error, OSError):
         return error.errno in FULL
     if error.__cause__ is not None and is_full(error.__cause__):

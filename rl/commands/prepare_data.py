@@ -22,7 +22,7 @@ from rl.data import hf_dataset
 from rl.data.emu3_tokens.token_files import SUFFIX, TokenisedEdit, write
 from rl.data.shared.sample_rows import BadRowError, Columns, Rows
 from rl.edit.trained import pick_device
-from rl.files.atomic import write_atomically
+from rl.files.atomic import read_object, write_atomically
 from rl.files.model_files import model_problems
 from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
 from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
@@ -153,7 +153,7 @@ def open_output(feature: Path, option_file: Path, made_from: Mapping[str, object
     """Create the folder and record the options. Raises ValueError if it holds edits that were
     encoded with other options, or files without recorded options."""
     feature.mkdir(parents=True, exist_ok=True)
-    before = json.loads(option_file.read_text()) if option_file.is_file() else None
+    before = read_object(option_file) if option_file.exists() else None
     if before is None and any(feature.iterdir()):
         raise ValueError(f"{feature} holds other files; choose another --output-path")
     if before not in (None, made_from):

@@ -1,13 +1,17 @@
-"""Checks that a path is a regular file before it is opened: opening a pipe could block."""
+"""Reads regular files only, and of limited size: a pipe could block, a device may never end."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 GONE = "does not exist"
 FOLDER = "is a folder, not a file"
+NO_FILE = "is a device or a pipe, not a file"
+MAX_BYTES = 64 * 10**6
+"""Of one JSON object; a run's own have a few kB."""
 
 
 def not_a_file(path: str | Path) -> str:
@@ -22,12 +26,26 @@ def not_a_file(path: str | Path) -> str:
         return "is not a name that a file can have"
     if stat.S_ISDIR(mode):
         return FOLDER
-    return "" if stat.S_ISREG(mode) else "is a device or a pipe, not a file"
+    return "" if stat.S_ISREG(mode) else NO_FILE
 
 
 def is_folder(path: str | Path) -> bool:
     """`Path.is_dir`, without its OSError for a name that is too long."""
     return not_a_file(path) == FOLDER
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file. Raises an OSError, which names the file, for anything else and
+    for more than `max_bytes`."""
+    # O_NONBLOCK: opening a pipe waits for a writer otherwise; for a file it has no effect.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"{NO_FILE}; remove it", str(path))
+        if status.st_size > max_bytes:
+            raise OSError(errno.EINVAL, f"is longer than {max_bytes} bytes", str(path))
+        return file.read(max_bytes)
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
@@ -39,13 +57,8 @@ def read_text(path: str | Path, max_bytes: int) -> str:
     if why := not_a_file(path):
         raise ValueError(why)
     try:
-        with open(path, "rb") as file:
-            content = file.read(max_bytes + 1)
+        return read_bytes(path, max_bytes).decode("utf-8")
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror})") from error
-    if len(content) > max_bytes:
-        raise ValueError(f"is longer than {max_bytes} bytes")
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error

@@ -23,7 +23,7 @@ from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG
-from rl.files.atomic import row_of
+from rl.files.atomic import read_object
 from rl.files.images import open_picture
 from rl.record.run_summary import not_a_run
 from rl.text.untrusted import excerpt
@@ -124,8 +124,8 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent
     file = run_dir / "config.json"
     config = state["meta"].get("config")
-    if file.is_file():
-        if (stored := row_of(file.read_bytes())) is None:
+    if file.exists():
+        if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
         config = formats.stored(stored, str(file))
     policy = config.get("policy") if isinstance(config, Mapping) else None
@@ -137,7 +137,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         is_adapter,
         config,
         run_dir if (run_dir / "metrics.jsonl").is_file() else None,
-        state["iteration"] if type(state.get("iteration")) is int else 0,
+        state["iteration"],
         {
             name: value
             for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())

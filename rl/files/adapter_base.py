@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import formats
-from rl.files.atomic import row_of
+from rl.files.atomic import read_object
 
 ADAPTER_CONFIG = "adapter_config.json"
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
@@ -54,7 +54,7 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 def read_config(adapter: Path) -> dict[str, Any]:
     """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one."""
     file = adapter / ADAPTER_CONFIG
-    config = row_of(file.read_bytes())
+    config = read_object(file)
     if config is None:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
     if config.get("megatron_config"):  # PEFT then imports the module that the file names

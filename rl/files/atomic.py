@@ -10,18 +10,22 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
+from rl.config.paths import read_bytes
 from rl.files.held import current_path
 from rl.files.private import no_links
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk and of an exhausted quota."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, an exhausted quota and the largest size of a file."""
 
 MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
+
+MAX_ROWS_BYTES = 4 * 10**9
+"""Of a JSONL file, which is read as a whole."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """Line ends of `str.splitlines` that JSON does not escape, and surrogates, which UTF-8 cannot
@@ -97,7 +101,7 @@ def _with_path_in_errors(path: Path) -> Iterator[None]:
 
 def json_line(value: Mapping[str, Any]) -> str:
     """Strict JSON that every reader takes as one line; NaN and infinities become null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(with_leaves(value, _finite), ensure_ascii=False, allow_nan=False)
     return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
@@ -129,10 +133,17 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file, ends included. Only b'\\n' ends a line: values may hold U+2028 or a lone
-    \\r."""
-    with path.open("rb") as file:
-        return file.readlines()
+    """The lines of a file, ends included; none if there is no file. Only b'\\n' ends a line: values
+    may hold U+2028 or a lone \\r. Raises OSError as `read_bytes`."""
+    try:
+        return BytesIO(read_bytes(path, MAX_ROWS_BYTES)).readlines()
+    except FileNotFoundError:
+        return []
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, as `row_of`. Raises OSError as `read_bytes`."""
+    return row_of(read_bytes(path))
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
@@ -175,11 +186,15 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return rows, damaged
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a JSON-like `value` with `change` applied to each key and to each value that is
+    neither an object nor a list."""
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+        return [with_leaves(item, change) for item in value]
+    if isinstance(value, (str, int, float)) or not isinstance(value, Mapping):  # the slowest last
+        return change(value)
+    return {change(key): with_leaves(item, change) for key, item in value.items()}
+
+
+def _finite(leaf: Any) -> Any:
+    return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf

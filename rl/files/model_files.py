@@ -11,7 +11,7 @@ from typing import Any
 from rl.api.plugin import ModelFiles
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.config.printing import escaped
-from rl.files.atomic import row_of
+from rl.files.atomic import read_object
 from rl.files.weights import weights_problem
 
 MAX_SHOWN = 200
@@ -70,7 +70,7 @@ def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
     for part in parts:
         file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
         if file is not None:
-            problem = _wrong_kind(part, row_of(file.read_bytes()), f"{part.path} ({file})")
+            problem = _wrong_kind(part, read_object(file), f"{part.path} ({file})")
             if problem:
                 yield problem
                 return
@@ -83,7 +83,7 @@ def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
         folder = Path(part.path, part.subfolder)
         file = folder / part.config
         if file.is_file():
-            if problem := _wrong_kind(part, row_of(file.read_bytes()), str(file)):
+            if problem := _wrong_kind(part, read_object(file), str(file)):
                 yield problem
                 return
         elif part.config_required:
@@ -108,7 +108,7 @@ def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[s
         if (folder / name).is_file():
             shards = [name]
         elif index.is_file():
-            weight_map = (row_of(index.read_bytes()) or {}).get("weight_map")
+            weight_map = (read_object(index) or {}).get("weight_map")
             values = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
             shards = sorted(str(value) for value in values)
             if not shards:

@@ -67,8 +67,6 @@ class ReplyJournal:
 
 
 def _load(path: Path) -> dict[str, str]:
-    if not path.exists():
-        return {}
     lines = lines_of(path)
     if lines and not lines[-1].endswith(b"\n"):
         # A process killed while writing leaves half a line; the next line must not join it.

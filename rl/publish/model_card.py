@@ -11,6 +11,7 @@ from typing import Any, Literal
 from markupsafe import Markup
 
 from rl.files.adapter_base import is_hub_id
+from rl.files.atomic import with_leaves
 from rl.files.model_files import cached
 from rl.text.markdown import code, text
 from rl.text.templates import load_template
@@ -230,10 +231,10 @@ def training_paths(config: Mapping[str, Any]) -> list[str]:
 
 def without_paths(value: Any) -> Any:
     """`value` without paths and addresses of the training machine; hub ids stay."""
-    if isinstance(value, Mapping):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
+    return with_leaves(value, _without_path)
+
+
+def _without_path(value: Any) -> Any:
     if not isinstance(value, str) or value.startswith("pkg://"):
         return value
     if "://" in value:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from rl.files.atomic import lines_of, row_of, write_atomically
+from rl.files.atomic import lines_of, read_object, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
 MAX_NUMBERS = 10
@@ -28,8 +28,8 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
     metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
-    lines = lines_of(metrics) if metrics.is_file() else []
-    numbered = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(lines_of(metrics), 1)
+    numbered = [(n, iteration_of(line), line) for n, line in lines if line.strip()]
     later = [line for _, it, line in numbered if it is None or it > iteration]
     kept = [line for _, it, line in numbered if it is not None and it <= iteration]
     damaged = [str(number) for number, it, _ in numbered if it is None]
@@ -80,7 +80,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
 def _is_recorded(run_dir: Path, iteration: int) -> bool:
     """Whether the run's config, as of its last start, records the episodes of `iteration`."""
     try:
-        config = row_of((run_dir / "config.json").read_bytes())
+        config = read_object(run_dir / "config.json")
         every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
         return iteration > 0 and iteration % every == 0
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):

@@ -110,8 +110,7 @@ class RunRecord:
 
     def lines(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; damaged ones are left out."""
-        path = self.run_dir / "metrics.jsonl"
-        return read_rows(path)[0] if path.is_file() else []
+        return read_rows(self.run_dir / "metrics.jsonl")[0]
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""

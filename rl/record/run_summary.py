@@ -21,7 +21,9 @@ from rl.checkpoints.checkpoint import (
     steps_of,
 )
 from rl.config import formats
-from rl.files.atomic import row_of
+from rl.config.paths import not_a_file
+from rl.files.atomic import read_object
+from rl.ranks.error_messages import remedy
 from rl.text.untrusted import excerpt
 
 RUNS_VARIABLE = "APP__BASE_EXP_DIR"
@@ -59,8 +61,7 @@ def summarise(path: Path) -> Summary:
     try:
         return _summary(path)
     except OSError as error:
-        reason = error.strerror or str(error)
-        return Summary(path, f"cannot be read ({excerpt(reason, _MAX_SHOWN)})")
+        return Summary(path, f"cannot be read ({excerpt(remedy(error), _MAX_SHOWN)})")
     except ValueError as error:
         return Summary(path, excerpt(str(error), _MAX_SHOWN))
 
@@ -80,6 +81,9 @@ def not_a_run(path: str | Path) -> str:
     for parent in path.parents:
         if (parent / "checkpoints").is_dir():
             return f"{path} is inside a run: name {parent}, with --checkpoint for an earlier state"
+    if _is_started(path):
+        file = path / "metrics.jsonl"
+        return f"{file} {not_a_file(file)}; a run writes this file when its first iteration is done"
     names: list[str] = []
     places = dict.fromkeys([path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")])
     for place in places:
@@ -109,9 +113,9 @@ def _summary(path: Path) -> Summary:
     if problem := format_problem(path):
         return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
     file = path / "config.json"
-    if not file.is_file():
+    if not file.exists():
         return replace(partial, problem="it has no config.json: the run is loading, or has failed")
-    config = row_of(file.read_bytes())
+    config = read_object(file)
     if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
         return replace(partial, problem="its config.json is damaged")
     config = formats.stored(config, str(file))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, StringConstraints
 
+from rl.config.paths import read_bytes
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.episode_rows import (
     LEVELS,
@@ -91,7 +92,7 @@ class _Folder:
         self.num_written = 0
         self._current = _Manifest()
         try:
-            self._previous = _Manifest.model_validate_json((folder / "made_of.json").read_bytes())
+            self._previous = _Manifest.model_validate_json(read_bytes(folder / "made_of.json"))
         except (OSError, ValueError):
             self._previous = _Manifest()
 
@@ -244,7 +245,7 @@ def _write(
 
 def _stock_pictures(path: Path) -> dict[str, str | None]:
     """Sample id -> file of the stock arm's picture."""
-    rows = read_rows(path)[0] if path.is_file() else []
+    rows = read_rows(path)[0]
     files = {str(row.get("id")): row.get("files") for row in rows}
     return {
         sample_id: picture(path.parent, arm_files.get("stock"))

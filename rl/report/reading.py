@@ -13,7 +13,7 @@ from typing import Any
 from rl.checkpoints.checkpoint import format_problem
 from rl.config.schema import load_config
 from rl.config.shipped import find_config
-from rl.files.atomic import read_rows, row_of
+from rl.files.atomic import read_object, read_rows
 from rl.record.run_summary import not_a_run
 
 Record = Mapping[str, Any]
@@ -83,7 +83,7 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     folder_of = {
         int(match[1]): folder
         for folder in run_dir.glob("evaluation/it_*")
-        if (match := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").is_file()
+        if (match := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").exists()
     }
     return dict(sorted(folder_of.items()))
 
@@ -112,10 +112,10 @@ def episode_files(run_dir: Path) -> dict[int, list[Path]]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """`config.json` of a run; {} if it cannot be read."""
+    """`config.json` of a run; {} if there is none, or no object in it."""
     try:
-        return row_of((run_dir / "config.json").read_bytes()) or {}
-    except OSError:
+        return read_object(run_dir / "config.json") or {}
+    except FileNotFoundError:
         return {}
 
 

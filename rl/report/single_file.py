@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 from PIL.Image import DecompressionBombError
 
+from rl.config.paths import read_bytes
 from rl.files.atomic import write_atomically
 from rl.files.images import open_picture
 from rl.report.folder import locked
@@ -113,7 +114,7 @@ def _pages(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str) -> Any:
-    return value_of((folder / f"{name}.js").read_text("utf-8"))
+    return value_of(read_bytes(folder / f"{name}.js").decode())
 
 
 def _size(pages: Mapping[str, Any]) -> int:
@@ -140,7 +141,7 @@ def thumbnail(path: Path) -> str | None:
     because its parts are named by their pixels."""
     try:
         if path.suffix == ".webp":
-            return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
+            return "data:image/webp;base64," + base64.b64encode(read_bytes(path)).decode()
         with open_picture(path) as image:
             small = image.convert("RGB")
             small.thumbnail((_SIDE_PX, _SIDE_PX))

@@ -18,7 +18,7 @@ from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
-from rl.checkpoints.checkpoint import Checkpoints, read_state
+from rl.checkpoints.checkpoint import Checkpoints, read_state, sound
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.console.console import Console, PhaseTimer, warn
 from rl.console.group_panel import GroupPanel
@@ -221,7 +221,8 @@ def _restore(
     loaded = checkpoints.load(newest)
     learner.load_state(loaded.tensors, loaded.meta["learner"])
     if loaded.rng is not None:
-        set_rng_state(loaded.rng)
+        with sound(newest):
+            set_rng_state(loaded.rng)
     last_finished.note(loaded.iteration, loaded.meta.get("metrics", {}))
     console.say(f"resumed from {newest}: {loaded.iteration} iterations done")
     return loaded.iteration

@@ -85,7 +85,7 @@ class Stock:
         training, the current episodes of fixed words are the untrained system's. `episodes_P`: the
         policy's, which are the stock arm if the policy `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
-        rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
+        rows = read_rows(path)[0] if self._dist.is_main else []
         row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
         keys_P = [self._key(prompt.sample) for prompt in prompts_P]
         missing = [

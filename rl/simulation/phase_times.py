@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rl.build import Resolved
 from rl.config.schema import RunConfig
-from rl.files.atomic import read_rows, row_of
+from rl.files.atomic import read_object, read_rows
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import PHASES, Sizes
 from rl.meter.flops import LanguageModel, ModelShape, prefix_tree_pairs
@@ -99,7 +99,7 @@ def computed(resolved: Resolved) -> Times:
 def measured(resolved: Resolved, run_dir: Path) -> Times:
     """Medians of a run whose ranks drew the pictures themselves. `resolved`: a config with as many
     ranks, prompts and completions. Raises ValueError if it differs, or the run has no times."""
-    stored = row_of((run_dir / "config.json").read_bytes()) or {}
+    stored = read_object(run_dir / "config.json") or {}
     config = resolved.config.model_dump(mode="json")
     for key in ("world_size", "prompts_per_iteration", "generations_per_prompt", "bare_arm"):
         if stored.get(key) != config[key]:

@@ -9,22 +9,18 @@ import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
+
+from rl.files.atomic import with_leaves
 
 MIN_CHARS = 8
 """Shorter values are not treated as secrets: replacing every 'test' would garble the records."""
-_MIN_TOKEN_CHARS = 16  # a URL's user name of this length without a password is a token
 _SECRET_NAME = re.compile(
-    r".*(?:TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|"
-    r"WEBHOOK).*"
+    r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|WEBHOOK"
+    r"|(?:KEYS?|PASS|(?<![^_])(?:PW|PWD|PSWD|CREDS?|PATS?|AUTH|AUTHORIZATION|BEARER|JWT|DSN|SAS|OTP|"
+    r"PIN|CONN(?:ECTION)?_?STR(?:ING)?))\d*(?![^_])"  # (the ends of) words between underscores
 )
-_SECRET_WORD = re.compile(
-    r"(?:\w*KEYS?|\w*PASS|PW|PWD|PSWD|CREDS?|PATS?|AUTH|AUTHORIZATION|BEARER|JWT|DSN|SAS|OTP|PIN|"
-    r"CONN(?:ECTION)?_?STR(?:ING)?)\d*"
-)
-"""Matched against each word of a name (between underscores), and every two adjacent words."""
 _NO_SECRET_NAME = re.compile(
     r"(?:OLD)?PWD|(?!.*WEBHOOK).*_(?:FILE|PATH|DIR|FOLDER|HOME|SOCK|SOCKET|NAME|USER|USERNAME|HOST|PORT|"
     r"URL|URI|ENDPOINT|DOMAIN|LENGTH|SIZE|LIMIT|COUNT|TIMEOUT|TTL|ENABLED|DISABLED|REQUIRED|MODE|TYPE|"
@@ -37,13 +33,33 @@ _PLACEHOLDER = re.compile(
     r"sglang|ollama|lmstudio|llamacpp|disabled|required|optional|anonymous|unlimited)"
 )
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
-_SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
-_BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
-"""A secret of eight bytes determines ten base64 characters, independent of the bytes before it."""
-_STANDARD_BASE64 = str.maketrans("-_", "+/")
-_EVERY_CHARACTER = ("%{:02x}", "\\u{:04x}", "\\x{:02x}", "&#{};", "&#x{:x};")
+_IN_URL = re.compile(r"://(?:([^:\s/?#@]{16,})(?::|:x|:x-oauth-basic)?|[^:\s/?#@]*:?(\S*))@")
+"""A password, or a token: a long user name without a password."""
+_SCHEME_WORD = re.compile(r"^\s*(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
+_ESCAPE = re.compile(
+    r"""
+      %(?: HH | [uU]HHHH )
+    | \\(?: [xX]HH | U000HHHHH | [uU]HHHH | [uU]\{H{1,5}\} | [0-3][0-7]{2}
+          | [nrtNRT] | [\ -/:-@[-`{-~] | \r?\n[\ \t]* )
+    | &(?: \#[0-9]{1,7};? | \#[xX]H{1,6};? | [A-Za-z][A-Za-z0-9]{1,30}; )
+    | '(?: \\'' | "'"' | ' ) | ""
+    | \x1b\[[0-?]*[\ -/]*[@-~] | \u200b | \u200c | \u200d | \u2060 | \ufeff | \u00ad
+    """.replace("H", "[0-9A-Fa-f]"),
+    re.VERBOSE,
+)
+"""URLs; JSON and programming languages; HTML; quotes in a shell, YAML or CSV; a terminal's colours
+and invisible characters. Each alternative begins with a character, so that `re` searches fast."""
+_BASE64 = re.compile(
+    r"(?!\\[nrt])\\{0,9}+(?<!\\(?=[nrt]))"
+    r"(?:(?:[A-Za-z0-9+/]{60,}+\r?\n)+[A-Za-z0-9+/]*|[A-Za-z0-9_+/-]{10,})={0,2}"
+)
+"""A word that may be base64 of eight bytes or more, or lines of it. Not from the letter of an
+escaped line end on, and with the backslashes before it."""
+_IN_BASE64 = str.maketrans("-_", "+/", "\r\n")
+_MARKS = {0: None, 1: None}
+"""`_unescaped` leaves these characters, to be removed by `str.translate`."""
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
-"""(lower-case form of a secret, its variable) and (base64 core of a secret, its variable)."""
+"""(a secret as `_folded` text has it, its variable); (its part of a base64 word, its variable)."""
 
 _remembered: set[str] = set()
 
@@ -53,18 +69,24 @@ def remember(name: str) -> None:
     _remembered.add(name)
 
 
-def scrub(text: str) -> str:
+def scrub(text: str, forms: _Forms | None = None) -> str:
     """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
 
-    Finds a secret in any letter case: verbatim, percent-encoded, escaped as in JSON or HTML (only
-    where needed, or every character), in hexadecimal, and in base64, alone or within other data.
+    Finds a secret in any letter case: verbatim, escaped as in a URL, JSON, HTML, a programming
+    language or a shell, up to five times within each other; in hexadecimal; in base64, within other
+    data and as in JSON or a URL. `forms`: of the secrets; None: looks them up.
     """
-    return _scrub(text, _forms(secrets()))
+    pieces = list(text)
+    spans = _spans(text, _forms(secrets()) if forms is None else forms)
+    for start, end, name in sorted(spans, key=lambda span: span[1] - span[0]):
+        pieces[start:end] = [f"<{name}>", *[""] * (end - start - 1)]
+    return "".join(pieces)
 
 
 def scrubbed(value: Any) -> Any:
     """A copy of a JSON-like `value` with `scrub` applied to every string."""
-    return _scrubbed(value, _forms(secrets()))
+    forms = _forms(secrets())
+    return with_leaves(value, lambda leaf: scrub(leaf, forms) if isinstance(leaf, str) else leaf)
 
 
 def secrets() -> tuple[tuple[str, str], ...]:
@@ -98,10 +120,7 @@ def is_placeholder(value: str) -> bool:
 def is_secret_name(name: str) -> bool:
     """Whether the name of a variable, or of a field inside a value, is that of a secret."""
     upper = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper().replace("-", "_").strip("_")
-    words = upper.split("_")
-    words += [f"{a}_{b}" for a, b in pairwise(words)]
-    is_secret = _SECRET_NAME.fullmatch(upper) or any(map(_SECRET_WORD.fullmatch, words))
-    return bool(is_secret) and not _NO_SECRET_NAME.fullmatch(upper)
+    return bool(_SECRET_NAME.search(upper)) and not _NO_SECRET_NAME.fullmatch(upper)
 
 
 @lru_cache(maxsize=8)
@@ -121,43 +140,31 @@ def _candidates(value: str, is_secret: bool) -> Iterator[str]:
     """The whole or parts of a variable's value that may be secrets; `is_secret`: by its name."""
     if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
         yield value
-        if match := _SCHEME_WORD.fullmatch(value.strip()):
-            yield match[1]
-        if ":" in value and "://" not in value:  # user:password
+        yield from _SCHEME_WORD.findall(value)
+        if "://" not in value:  # user:password
             yield value.rpartition(":")[2]
-        lines = re.split(r"\n|\\n", value)  # a PEM file
-        yield from (line for line in lines if not line.startswith("-----"))
-    for user, password in re.findall(r"://([^:\s/?#@]*):?(\S*)@", value):
-        is_token = len(user) >= _MIN_TOKEN_CHARS and password in ("", "x", "x-oauth-basic")
-        text = user if is_token else password
-        yield from (text, unquote(text))
+        yield from re.findall(r"(?:^|\n|\\n)(?!-----)((?:(?!\\n).)+)", value)  # a PEM file's lines
+    yield from map("".join, _IN_URL.findall(value))
     for name, *texts in _ASSIGNMENT.findall(value):
         if is_secret or is_secret_name(name):
-            for line in re.split(r"\n|\\n", "".join(texts)):
-                yield from (line, unquote(line))
+            yield from re.split(r"\n|\\n", "".join(texts))
 
 
 @lru_cache(maxsize=8)
 def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
-    plain, cores = [], []
+    forms, cores = [], []
     for name, secret in named_secrets:
         data = secret.encode("utf-8", "surrogateescape")
-        escaped = {
-            secret,
-            secret.replace(" ", "+"),
-            data.decode("latin-1"),
-            data.hex(),
-            quote(data, safe=""),
-            quote(data),
-            html.escape(secret),
-            json.dumps(secret)[1:-1],
-            secret.replace("/", "\\/"),
-            *("".join(form.format(ord(char)) for char in secret) for form in _EVERY_CHARACTER),
-        }
-        forms = escaped | {form.replace("\\", "\\\\") for form in escaped}  # JSON within JSON
-        plain += [(_lower(form), name) for form in sorted(forms) if len(form) >= MIN_CHARS]
-        cores += [(_base64_core(data, offset), name) for offset in range(3)]
-    return plain, cores
+        texts = {data.hex(), data.decode("latin-1")}
+        in_json = json.dumps(secret)[1:-1]
+        for text in (secret, in_json):
+            while text not in texts:  # what looks like an escape in it is decoded with its text
+                texts.add(text)
+                text = _decoded(text).translate(_MARKS)
+        forms += [(form, name) for form in set(map(_folded, texts)) if len(form) >= MIN_CHARS]
+        for coded in (data, in_json.encode(), quote(data, safe="").encode()):
+            cores += [(_base64_core(coded, offset), name) for offset in range(3)]
+    return forms, cores
 
 
 def _base64_core(data: bytes, offset: int) -> str:
@@ -166,41 +173,45 @@ def _base64_core(data: bytes, offset: int) -> str:
     return coded[-(-8 * offset // 6) : (8 * (offset + len(data))) // 6]
 
 
-def _scrubbed(value: Any, forms: _Forms) -> Any:
-    if isinstance(value, (int, float)):  # the most frequent types, so checked first
-        return value
-    if isinstance(value, str):
-        return _scrub(value, forms)
-    if isinstance(value, dict):
-        return {_scrubbed(k, forms): _scrubbed(v, forms) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_scrubbed(item, forms) for item in value]
-    return value
-
-
-def _scrub(text: str, forms: _Forms) -> str:
-    if not forms[0] or len(text) < MIN_CHARS:
-        return text
-    lower, standard = _lower(text), text.translate(_STANDARD_BASE64)
-    spans: list[tuple[int, int, str]] = []
+def _spans(text: str, forms: _Forms, depth: int = 5) -> Iterator[tuple[int, int, str]]:
+    """(start, end, variable) of each secret in `text` and in what it encodes, up to `depth` times
+    within each other."""
+    folded, letters = _folded(text), text.translate(_IN_BASE64)
     for form, name in forms[0]:
-        end = 0
-        while (start := lower.find(form, end)) >= 0:
-            end = start + len(form)
-            spans.append((start, end, name))
-    present = [(core, name) for core, name in forms[1] if core in standard]
-    for run in _BASE64_RUN.finditer(standard) if present else ():  # replaces the whole run
-        spans += [(*run.span(), name) for core, name in present if core in run[0]]
-    pieces, copied_to = [], 0
-    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if start >= copied_to:
-            # Drop backslashes before the secret: one left alone would escape the `<`.
-            pieces += [text[copied_to:start].rstrip("\\"), f"<{name}>"]
-        copied_to = max(copied_to, end)
-    return "".join([*pieces, text[copied_to:]])
+        if form in folded:  # a backslash left alone before `<NAME>` would escape the `<`
+            yield from ((*m.span(), name) for m in re.finditer(r"\\*" + re.escape(form), folded))
+    present = [(core, name) for core, name in forms[1] if core in letters]
+    for word in _BASE64.finditer(text) if present else ():
+        letters = word[0].translate(_IN_BASE64)
+        yield from ((*word.span(), name) for core, name in present if core in letters)
+    marked = _decoded(text) if depth else text
+    found = [] if marked == text else list(_spans(marked.translate(_MARKS), forms, depth - 1))
+    if found:
+        chars = [match.span() for match in re.finditer("(?s)[^\0\1]\0*", marked)]
+        yield from ((chars[start][0], chars[end - 1][1], name) for start, end, name in found)
 
 
-def _lower(text: str) -> str:
-    """Lower case of the same length: `str.lower` maps the Turkish capital I to two characters."""
-    lower = text.lower()
-    return lower if len(lower) == len(text) else text.replace("\u0130", "i").lower()
+def _decoded(text: str) -> str:
+    """`text` with each escape decoded and as long as before: \\0 fills the places after the
+    escape's character, \\1 those of an escape without one."""
+    return _ESCAPE.sub(lambda match: _unescaped(match[0]), text)
+
+
+@lru_cache(maxsize=4096)
+def _unescaped(escape: str) -> str:
+    sign, digits = escape[0], escape.strip("%\\xXuU{}")
+    if sign == "&":
+        char = html.unescape(escape.lower())
+    elif sign in "%\\" and digits.isalnum() and len(escape) > 2:
+        char = chr(int(digits, 8 if escape == "\\" + digits else 16))
+    elif sign in "%\\'\"" and "\n" not in escape:
+        char = {"n": "\n", "r": "\r", "t": "\t"}.get(escape[-1].lower(), escape[-1])
+    else:
+        char = ""
+    return char.ljust(len(escape), "\0" if char else "\1")
+
+
+def _folded(text: str) -> str:
+    """Lower case of the same length (`str.lower` makes two characters of the Turkish capital I),
+    with a blank for each `+`, which stands for one in a form's data."""
+    return text.replace("+", " ").replace("\u0130", "i").lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -101,10 +102,10 @@ def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
         writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
-        wait_for_message(f"the disk of {run_dir} is full: the record waits")
+        wait_for_message(f"{run_dir} has no room: the record waits")
         os.truncate(filler, filler.stat().st_size - 128 * 1024)  # enough for the record only
         checkpoint_dir = run_dir / "checkpoints"
-        wait_for_message(f"the disk of {checkpoint_dir} is full: checkpoint step_000001 waits")
+        wait_for_message(f"{checkpoint_dir} has no room: checkpoint step_000001 waits")
         assert not list(checkpoint_dir.glob("step_*"))
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None
     rows, damaged = read_rows(run_dir / "episodes" / "it_000001.rank0.jsonl")
@@ -124,3 +125,19 @@ def test_a_stop_while_the_disk_is_full_keeps_the_older_checkpoints(
     assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
     message = capsys.readouterr().err.splitlines()[-1]
     assert holds(message, "checkpoint step_000002 ... make room")
+
+
+def test_a_file_that_may_not_grow_is_waited_for_and_no_checkpoint_is_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), Dist())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setitem(signals._received_s, 15, 1.0)  # so that it does not wait
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # `ulimit -f`
+        assert checkpoints.save_alone(point(1)) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = capsys.readouterr().err
+    assert holds(message, "step_000001 ... make room ... Newest complete checkpoint: none")
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -5,15 +5,116 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
+import shlex
 import time
-from collections.abc import Iterator
-from urllib.parse import quote
+from collections.abc import Callable
+from functools import partial
+from html.entities import codepoint2name
+from urllib.parse import quote, quote_plus
 
+import markupsafe
 import pytest
+import yaml
 
 from rl.text.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
 
 KEY = "sk-Live/9aZ+qT_7~x"
+HARD_KEYS = [
+    'pass word/it\'s+"q" <1>',
+    "Grün-aus-Köln-é",
+    "pin-\U0001f511-C:\\new&co",
+    "a%2Fb&amp;c''d\\n5",
+]
+
+
+def in_all(form: str, text: str | bytes) -> str:
+    return "".join(form.format(char if isinstance(char, int) else ord(char)) for char in text)
+
+
+Spell = Callable[[str], str]
+PARTLY: dict[str, Spell] = {
+    "itself": str,
+    "upper case": str.upper,
+    "percent": quote,
+    "percent, slash too": partial(quote, safe=""),
+    "encodeURIComponent": partial(quote, safe="!'()*~"),
+    "a form's data": quote_plus,
+    "JSON": lambda key: json.dumps(key)[1:-1],
+    "JSON without ASCII": lambda key: json.dumps(key, ensure_ascii=False)[1:-1],
+    "JSON's slash": lambda key: json.dumps(key)[1:-1].replace("/", "\\/"),
+    "HTML": html.escape,
+    "HTML of jinja2": lambda key: str(markupsafe.escape(key)),
+    "HTML in names": lambda key: "".join(
+        f"&{codepoint2name[ord(c)]};" if ord(c) in codepoint2name else c for c in key
+    ),
+    "Python": lambda key: repr(key)[1:-1],
+    "Python's bytes": lambda key: repr(key.encode())[2:-1],
+    "YAML": lambda key: yaml.safe_dump(key, default_style='"', width=999).strip()[1:-1],
+    "YAML, single quotes": lambda key: key.replace("'", "''"),
+    "a shell": lambda key: shlex.quote(key),
+    "a shell, backslashes": lambda key: re.sub(r"([ -/:-@[-`{-~])", r"\\\1", key),
+    "CSV": lambda key: key.replace('"', '""'),
+    "colours": lambda key: key[:5] + "\x1b[1;31m" + key[5:] + "\x1b[0m",
+    "invisible characters": lambda key: "\u200b".join(key),
+    "a continued line": lambda key: key[:5] + "\\\n    " + key[5:],
+    "bytes as latin-1": lambda key: key.encode().decode("latin-1"),
+}
+ONCE = ("upper case", "invisible characters", "bytes as latin-1")
+EVERY: dict[str, Spell] = {
+    "percent": lambda key: in_all("%{:02x}", key.encode()),
+    "PERCENT": lambda key: in_all("%{:02X}", key.encode()),
+    "percent of characters": lambda key: in_all("%{:02x}", key) if key.isascii() else quote(key),
+    "escape() of JavaScript": lambda key: in_all("%u{:04X}", key) if max(key) < "\uffff" else key,
+    "JSON": lambda key: "".join(
+        json.dumps(c)[1:-1] if c > "\xff" else f"\\u{ord(c):04x}" for c in key
+    ),
+    "hexadecimal bytes": lambda key: in_all("\\x{:02X}", key.encode()),
+    "octal bytes": lambda key: in_all("\\{:03o}", key.encode()),
+    "braces": lambda key: in_all("\\u{{{:x}}}", key),
+    "eight digits": lambda key: in_all("\\U{:08x}", key),
+    "HTML": partial(in_all, "&#{};"),
+    "HTML without semicolons": partial(in_all, "&#{}"),
+    "HTML, hexadecimal": partial(in_all, "&#x{:X};"),
+}
+WHOLE: dict[str, Spell] = {
+    "hexadecimal": lambda key: key.encode().hex(),
+    "HEXADECIMAL": lambda key: key.encode().hex().upper(),
+    **{
+        f"base64 of {before}..{after}": lambda key, around=(before, after): base64.b64encode(
+            key.join(around).encode()
+        ).decode()
+        for before in ("", "a", "ab", "Bearer ", "user:", "name:", '{"key": "')
+        for after in ("", "x", "xy")
+    },
+}
+
+
+def without_padding(text: str) -> str:
+    return base64.urlsafe_b64encode(f"user:{text}".encode()).decode().rstrip("=")
+
+
+def in_lines(text: str) -> str:
+    return base64.encodebytes(f"{'x' * 90}: {text}".encode()).decode()
+
+
+TWICE = ("JSON", "itself", "percent, slash too")
+SPELLINGS = {f"{name}, where needed": spell for name, spell in PARTLY.items()}
+SPELLINGS |= {f"{name}, every character": spell for name, spell in EVERY.items()} | WHOLE
+SPELLINGS |= {
+    f"{outer} of {inner}": lambda key, do=(first, second): do[1](do[0](key))
+    for inner, first in PARTLY.items()
+    for outer, second in {
+        "base64 of URLs": without_padding,
+        "base64 in lines": in_lines,
+        "JSON": PARTLY["JSON"],
+        "JSON in JSON": lambda text: json.dumps(json.dumps(text))[1:-1],
+        "percent": PARTLY["percent, slash too"],
+        "percent of percent": lambda text: quote(quote(text, safe=""), safe=""),
+        "HTML": html.escape,
+    }.items()
+    if inner in TWICE or ("base64" not in outer and inner not in ONCE)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -21,30 +122,39 @@ def one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", KEY)
 
 
-def encodings(key: str) -> Iterator[str]:
-    yield from (key, key.upper(), quote(key), quote(key, safe=""), key.replace("/", "\\/"))
-    yield from (html.escape(key), key.encode().hex(), key.encode().hex().upper())
-    for form in ("%{:02x}", "%{:02X}", "\\u{:04x}", "\\u{:04X}", "\\x{:02x}", "&#{};", "&#x{:X};"):
-        every = "".join(form.format(ord(char)) for char in key)
-        yield every
-    for before in ("", "a", "ab", "Bearer ", "user:", "name:", '{"key": "'):
-        for after in ("", "x", "xy"):
-            coded = base64.b64encode((before + key + after).encode()).decode()
-            yield from (coded, coded.rstrip("=").replace("+", "-").replace("/", "_"))
+AROUND = [
+    "{}",
+    "said: {} (sic)",
+    "two\n{}\nlines",
+    "\\{}",
+    "http://h/?k={}&l=1",
+    "<p>{}</p>",
+    "/v1/a/{}",
+]
 
 
-@pytest.mark.parametrize(
-    "around", ["{}", "said: {} (sic)", "two\n{}\nlines", "\\{}", "http://h/?k={}&l=1", "<p>{}</p>"]
-)
-def test_a_key_is_found_in_every_encoding(around: str) -> None:
-    for encoded in encodings(KEY):
-        text = around.format(encoded)
-        assert "<MY_API_KEY>" in scrub(text), text
-        assert encoded not in scrub(text) and KEY not in scrub(text)
-        line = json.dumps({"reply": text, "größe": "\n"}, ensure_ascii=False)
-        read_again = json.loads(scrub(line))  # it is still JSON
-        assert "<MY_API_KEY>" in read_again["reply"] and read_again["größe"] == "\n"
-    assert scrub(around.format("sk-Live/9aZ+qT_8~x")) == around.format("sk-Live/9aZ+qT_8~x")
+@pytest.mark.parametrize("key", [KEY, *HARD_KEYS], ids=range(1 + len(HARD_KEYS)))
+def test_a_key_is_found_in_every_encoding(key: str, monkeypatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", key)
+    for name, spell in SPELLINGS.items():
+        encoded = spell(key)
+        for around in AROUND:
+            text, before, after = around.format(encoded), *around.split("{}")
+            scrubbed_text = scrub(text)
+            assert "<MY_API_KEY>" in scrubbed_text, (name, text)
+            assert encoded not in scrubbed_text and key not in scrubbed_text, (name, text)
+            if name not in WHOLE and "base64" not in name:
+                assert before.rstrip("\\") in scrubbed_text and after in scrubbed_text, (name, text)
+            line = json.dumps({"reply": text, "größe": "\n"}, ensure_ascii=False)
+            read_again = json.loads(scrub(line))  # it is still JSON
+            assert "<MY_API_KEY>" in read_again["reply"] and read_again["größe"] == "\n", name
+
+
+def test_text_without_a_key_is_unchanged() -> None:
+    for name, spell in SPELLINGS.items():
+        for around in AROUND:
+            text = around.format(spell("sk-Live/9aZ+qT_8~x")) + "\0\1\u0130\ud800"
+            assert scrub(text) == text, name
 
 
 def test_text_around_a_key_is_kept_except_within_the_same_base64() -> None:
@@ -73,7 +183,7 @@ def test_text_around_a_key_is_kept_except_within_the_same_base64() -> None:
         ("SENTRY_DSN", "https://0123456789abcdef0123@sentry.io/1", "0123456789abcdef0123"),
         ("PG_DSN", "host=db user=me password=hunter2-hunter2", "hunter2-hunter2"),
         ("DATABASE_URL", "postgres://me:hunter2-hunter2@db:5432/x", "hunter2-hunter2"),
-        ("DATABASE_URL", "postgres://me:hunter2%40hunter@db/x", "hunter2@hunter"),
+        ("DATABASE_URL", "postgres://me:hunter2%40hunter@db/x", "hunter2%40hunter"),
         ("BROKER", "amqp://me:hunter/hunter2@mq", "hunter/hunter2"),
         ("HTTPS_PROXY", "http://me:hunter2-hunter2@proxy:3128", "hunter2-hunter2"),
         ("PIP_INDEX_URL", "https://ghp_0123456789abcdef@host/simple", "ghp_0123456789abcdef"),

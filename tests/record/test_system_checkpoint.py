@@ -6,12 +6,14 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from tiny_ranks import spawn
 
 from rl.checkpoints import checkpoint
 from rl.checkpoints.checkpoint import ResumePoint, SaveError, model_folder, problem_of
-from rl.ranks.seeding import rng_state
+from rl.ranks.seeding import rng_state, set_rng_state
 
 
 def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
@@ -101,6 +103,45 @@ def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damag
     assert problem_of(newest) is None and checkpoints.latest() == newest
     aside = f"damaged-{newest.name}"
     assert names_in(tmp_path) == [aside, "step_000010", "step_000020"]
+
+
+def _states(**values: Any) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        state = json.loads((path / "state.json").read_text())
+        (path / "state.json").write_text(json.dumps(state | values))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (_states(iteration=-1), "state.json is damaged (iteration -1"),
+        (_states(iteration=11), "state.json is damaged (iteration 11"),
+        (_states(iteration="10"), "state.json is damaged (iteration '10'"),
+        (_states(meta=None), "state.json is damaged (iteration"),
+        (lambda path: (path / "state.json").write_text("[]"), "state.json is damaged (iteration"),
+        (lambda path: (path / "rng_rank0000.pt").write_bytes(pickle.dumps(Path())), "is damaged"),
+        (lambda path: (path / "rng_rank0000.pt").write_bytes(b""), "is damaged"),
+        (lambda path: (path / "state.safetensors").write_bytes(b"\xff" * 99), "is damaged"),
+    ],
+)
+def test_a_checkpoint_with_values_that_no_run_writes_is_refused_by_name(tmp_path, damage, part):
+    """The manifest matches, as somebody else may have written it."""
+    checkpoints = checkpoints_in(tmp_path)
+    path = save(checkpoints, 10)
+    damage(path)
+    (path / "manifest.json").unlink()
+    checkpoint._write_manifest(path)
+    with pytest.raises(ValueError) as refused:
+        checkpoints.load(checkpoints.latest())
+    assert holds(refused.value, f"step_000010 ... {part} ... move this checkpoint away")
+
+
+def test_random_states_of_another_kind_are_refused():
+    for value in ({}, [], {**rng_state(), "torch": torch.zeros(3)}, {**rng_state(), "numpy": [1]}):
+        with pytest.raises(ValueError, match="step is damaged"), checkpoint.sound(Path("step")):
+            set_rng_state(value)
 
 
 def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_path):

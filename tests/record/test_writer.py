@@ -131,8 +131,10 @@ def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
     [
         (disk_full(), True),
         (disk_full(errno.EDQUOT), True),
+        (disk_full(errno.EFBIG), True),
         (disk_full(errno.EIO), False),
         (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("I/O error: File too large (os error 27)"), True),
         (RuntimeError("iteration 28"), False),
     ],
 )

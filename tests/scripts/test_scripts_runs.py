@@ -16,9 +16,11 @@ import torch
 from filelock import FileLock
 from rich.cells import cell_len
 from tiny_messages import holds
+from tiny_report import held_out, write_episodes, write_held_out
 from tiny_run import episode, run_config
 
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
+from rl.commands import export, report
 from rl.commands.runs import main
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
@@ -175,3 +177,43 @@ def test_reports_and_locks_do_not_change_the_time_of_the_last_write(tmp_path: Pa
     for name in ("report/data/it_000001.js", *LOCKS):
         (run_dir / name).touch()
     assert summarise(run_dir).written_s == before_s
+
+
+def become_odd(path: Path, kind: str) -> None:
+    """Put a pipe, a device or a sparse file of 40 GB in the place of a file."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(40 * 10**9)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "metrics.jsonl",
+        "episodes/it_000001.rank0.jsonl",
+        "evaluation/it_000000/records.jsonl",
+        "checkpoints/step_000002/manifest.json",
+        "checkpoints/step_000002/state.json",
+    ],
+)
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, kind, capsys) -> None:
+    run_dir = make_run(tmp_path / "a")
+    write_episodes(run_dir, 1)
+    write_held_out(run_dir, 0, [held_out(0, 0.5)])
+    become_odd(run_dir / name, kind)
+    outputs = []
+    for command, rest in ((report.main, []), (export.main, [str(tmp_path / "out")]), (main, [])):
+        command([str(run_dir), *rest])
+        outputs.append("".join(capsys.readouterr()))
+    reason = "is longer than" if kind == "sparse" else "is a device or a pipe, not a file"
+    expected = (
+        "checkpoint 2 is damaged" if name.endswith("manifest.json") else f"{name} ... {reason}"
+    )
+    assert any(holds(output, expected) for output in outputs), outputs

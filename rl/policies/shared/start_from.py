@@ -50,7 +50,7 @@ def start_of(run: str) -> Start:
     state = read_state(step)
     config = state["meta"].get("config")
     policy = config.get("policy") if isinstance(config, Mapping) else None
-    if not isinstance(policy, Mapping) or type(state.get("iteration")) is not int:
+    if not isinstance(policy, Mapping):
         raise ValueError(f"{step} is damaged: its state.json names no policy")
     return Start(step, state["iteration"], policy)
 
