@@ -310,8 +310,8 @@ def sampling_params(config: RunConfig) -> SamplingParams:
     )
 
 
-def build_policy(resolved: Resolved, dist: Dist) -> Policy:
-    """Load the policy with the renderer's prompt template."""
+def build_policy(resolved: Resolved, dist: Dist, keeps_start: bool = False) -> Policy:
+    """Load the policy with the renderer's prompt template. `keeps_start`: as in `PolicySetup`."""
     config, renderer = resolved.config, resolved.renderer
     setup = PolicySetup(
         kind=renderer.cls.accepts,
@@ -323,6 +323,7 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         gradient_checkpointing=config.optimizer.gradient_checkpointing,
         device=dist.device,
         seed=derive_seed(config.seed, "policy"),
+        keeps_start=keeps_start,
     )
     with _key_in_errors(resolved.policy):
         return resolved.policy.cls(resolved.policy.config, setup)

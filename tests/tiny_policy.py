@@ -26,6 +26,7 @@ def make_qwen(
     seed: int = 0,
     temperature: float = TEMPERATURE,
     max_completion_tokens: int = 16,
+    keeps_start: bool = False,
     **section: Any,
 ) -> qwen2_5_vl.Qwen25VL:
     """The policy of a run with an editor; `section`: keys of the policy's config."""
@@ -40,6 +41,7 @@ def make_qwen(
             max_completion_tokens=max_completion_tokens,
             gradient_checkpointing=checkpointing,
             seed=seed,
+            keeps_start=keeps_start,
         ),
     )
 

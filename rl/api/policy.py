@@ -108,6 +108,8 @@ class PolicySetup:
     """The rank's device, 'cpu' or 'cuda:<index>'."""
     seed: int = 0
     """Seed of initial weights that no file holds (an adapter's); the same on every rank."""
+    keeps_start: bool = False
+    """Keep a copy of the adapter that the run starts from, for `reference()`."""
 
 
 class Decoder(Protocol):
@@ -195,6 +197,11 @@ class Policy(RunPlugin[PolicyConfigT]):
     def build_prompt(self, sample: Sample) -> Prompt:
         """The sample's prompt. Raises ValueError naming the sample if it can have none."""
 
+    @classmethod
+    def start_adapter(cls, config: PolicyConfigT) -> str:
+        """Folder of the adapter that a run with this section starts from; '': a new one or none."""
+        return ""
+
     @abstractmethod
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its log-probs are zeros."""
@@ -214,7 +221,7 @@ class Policy(RunPlugin[PolicyConfigT]):
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """Name ('stock' and variants) -> what the renderer's own pipeline would read for the
-        user's words. Drawn once a run on held-out samples, inside `reference()`. {}: none."""
+        user's words. Drawn once a run on held-out samples, inside `base_model()`. {}: none."""
         return {}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
@@ -270,6 +277,11 @@ class Policy(RunPlugin[PolicyConfigT]):
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
         """Inside this context, the module is the policy as it was before training."""
+
+    def base_model(self) -> AbstractContextManager[None]:
+        """Inside this context, the module has the base model's weights, without an adapter that the
+        run starts from."""
+        return self.reference()
 
     @abstractmethod
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:

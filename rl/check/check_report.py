@@ -203,6 +203,11 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
     optimizer = config.optimizer
     per_update = completions / ranks / optimizer.updates_per_iteration
     num_kept, why = footprint.kept_tokens(resolved)
+    policy, algorithm = resolved.policy, config.algorithm
+    reference = "none"
+    if algorithm.kl_coeff:
+        start = policy.cls.start_adapter(policy.config) if algorithm.kl_reference == "start" else ""
+        reference = f"the adapter that the run starts from, {start}" if start else "the base model"
     return [
         *(
             f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
@@ -214,6 +219,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
         f"has at most {footprint.group_tokens(resolved)}",
         f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
+        f"{'KL reference':<20} {reference}",
         f"{'whole run':<20} {_length(resolved)}",
     ]
 

@@ -60,7 +60,12 @@ NOTED = (
     "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
 )  # fmt: skip
 
-VALUES_OF_OLD_RUNS = {"max_staleness": 0, "policy.thought": None, "judge.unreadable": "ungraded"}
+VALUES_OF_OLD_RUNS = {
+    "max_staleness": 0,
+    "policy.thought": None,
+    "judge.unreadable": "ungraded",
+    "algorithm.kl_reference": "start",  # where it started from an adapter: see `run/start_adapter`
+}
 """Key that older checkpoints lack -> the value that describes how those runs trained."""
 
 _ABSENT = "(absent)"

@@ -113,6 +113,9 @@ class AlgorithmConfig(Section):
     """Upper clip distance of the ratio (DAPO: 0.28)."""
     kl_coeff: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of KL(policy || reference); 0 = no reference pass at all."""
+    kl_reference: Literal["start", "base"] = "start"
+    """start: the policy before this run's first iteration; base: the base model, which is another
+    one where the run starts from an adapter (policy.adapter_path, policy.from_run)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator (Schulman 2020, 'Approximating KL divergence')."""
     kl_placement: Literal["loss", "reward"] = "loss"

@@ -277,7 +277,9 @@ class TrainStep:
         }
         if not missing:
             return
-        with self._learner_metrics.clock("learn_reference"), self.policy.reference():
+        is_base = self.config.algorithm.kl_reference == "base"
+        reference = self.policy.base_model if is_base else self.policy.reference
+        with self._learner_metrics.clock("learn_reference"), reference():
             for micro_batch, members in missing.items():
                 if not still_waiting():
                     return

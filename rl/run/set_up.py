@@ -47,6 +47,7 @@ from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
+from rl.run.start_adapter import with_start
 from rl.run.watch import Watch
 from rl.trackers.tracking import Tracker
 
@@ -97,7 +98,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             raise NothingToDoError("asked to stop before the judge had answered") from None
         loading_progress.note("")
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
-        policy = build.build_policy(resolved, dist)
+        resolved, keeps_start = with_start(resolved, newest, dist)
+        policy = build.build_policy(resolved, dist, keeps_start)
         stack.callback(policy.close)
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)

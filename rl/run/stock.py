@@ -66,13 +66,13 @@ class Stock:
             sampling = config.evaluation.temperature, config.evaluation.top_k
             self._settings += f" {sampling}"
 
-    @property
-    def _untrained(self) -> SetWeights | None:
-        """The weights before training; None if they are gone. Full fine-tuning has them only before
-        its first step: later they need a second model in memory, which ZeRO-3 has no space for."""
+    def _untrained(self, without_adapter: bool = False) -> SetWeights | None:
+        """The weights before training, or those of the base model where the run starts from an
+        adapter; None if they are gone. Full fine-tuning has them only before its first step: later
+        they need a second model in memory, which ZeRO-3 has no space for."""
         policy = self._context.policy
         if policy.config.lora is not None:
-            return policy.reference
+            return policy.base_model if without_adapter else policy.reference
         return nullcontext if self._at_start or not policy.reads_states else None
 
     def rewards(
@@ -118,7 +118,7 @@ class Stock:
                 self._warn_not_drawable(len(missing))
             return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
         drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
-        to_score: list[tuple[int, Prompt, dict[str, Completion]]] = []
+        to_score: list[tuple[bool, Prompt, int, dict[str, Completion]]] = []
         for p in missing:
             prompts_of_arms = dict(policy.stock_arms(prompts_P[p]))
             for arm, (words_P, current_P) in fixed.items() if policy.reads_states else ():
@@ -127,28 +127,32 @@ class Stock:
                     drawn[p][arm] = current
                 elif words is not None:
                     prompts_of_arms[arm] = (prompts_P[p].plain, words)
-            groups: dict[Prompt, dict[str, Completion]] = {}
+            groups: dict[tuple[bool, Prompt], dict[str, Completion]] = {}
             for name, (prompt, completion) in prompts_of_arms.items():
-                groups.setdefault(prompt, {})[name] = completion
-            to_score += [(p, prompt, completions) for prompt, completions in groups.items()]
-        if not self._dist.any(bool(to_score)):
-            return drawn
-        weights = self._untrained
-        if weights is None:
-            self._warn_not_drawable(len(missing))
-            return drawn
-        rollout = score(
-            self._context,
-            [prompt for _, prompt, _ in to_score],
-            [list(completions.values()) for _, _, completions in to_score],
-            [None] * len(to_score),
-            self._dist,
-            weights,
-        )
-        scored = [episode for episodes in rollout.episodes for episode in episodes]
-        require_grades(self._context, scored, self._dist, len(prompts_P))
-        for (p, _, completions), episodes in zip(to_score, rollout.episodes, strict=True):
-            drawn[p].update(zip(completions, episodes, strict=True))
+                groups.setdefault((name not in fixed, prompt), {})[name] = completion
+            to_score += [(*group, p, completions) for group, completions in groups.items()]
+        scored: list[Episode] = []
+        for is_stock in (True, False):
+            rows = [row for row in to_score if row[0] == is_stock]
+            if not self._dist.any(bool(rows)):
+                continue
+            weights = self._untrained(without_adapter=is_stock)
+            if weights is None:
+                self._warn_not_drawable(len(missing))
+                return drawn
+            rollout = score(
+                self._context,
+                [prompt for _, prompt, _, _ in rows],
+                [list(completions.values()) for *_, completions in rows],
+                [None] * len(rows),
+                self._dist,
+                weights,
+            )
+            for (_, _, p, completions), episodes in zip(rows, rollout.episodes, strict=True):
+                drawn[p].update(zip(completions, episodes, strict=True))
+                scored += episodes
+        if self._dist.any(bool(to_score)):
+            require_grades(self._context, scored, self._dist, len(prompts_P))
         return drawn
 
     def _warn_not_drawable(self, num: int) -> None:
@@ -180,13 +184,14 @@ class Stock:
 
         paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
         missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
-        if self._untrained is not None and self._dist.any(bool(missing)):
+        weights = self._untrained()
+        if weights is not None and self._dist.any(bool(missing)):
             states_of_missing = word_states(
                 self._context,
                 [prompts_P[p] for p in missing],
                 [words_P[p] for p in missing],
                 self._dist,
-                self._untrained,
+                weights,
             )
             for p, states in zip(missing, states_of_missing, strict=True):
                 if states is not None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_config
 import tiny_policy
+import tiny_qwen
 import torch
 
+from rl import build
 from rl.checkpoints import checkpoint
 from rl.config.schema import load_config
 from rl.edit.trained import Trained
 from rl.policies import qwen2_5_vl
+from rl.ranks.dist import Dist
+from rl.run.start_adapter import with_start
 from rl.simple_launch import _named_start, _parse, main
 
 LORA = {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}
@@ -110,3 +115,58 @@ def test_an_edit_uses_the_trained_adapter_only() -> None:
     config = {"policy": {"type": "qwen2_5_vl", "from_run": "runs/first"}}
     section = Trained(Path("adapter"), True, config).policy()
     assert section == {"type": "qwen2_5_vl", "adapter_path": "adapter"}
+
+
+def logprobs(policy: qwen2_5_vl.Qwen25VL) -> torch.Tensor:
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    with torch.no_grad():
+        return policy.module(policy.collate([(prompt, (20, 30, 40))])).logprobs
+
+
+def test_the_reference_is_the_adapter_that_the_run_starts_from(trained: Path) -> None:
+    adapter = str(trained / "checkpoints/step_000002/model")
+    policy = make(lora=LORA, adapter_path=adapter, keeps_start=True)
+    start = logprobs(policy)
+    with policy.reference():
+        assert logprobs(policy).equal(start), "a KL of 0 before the first step"
+    with policy.base_model():
+        base = logprobs(policy)
+    tiny_policy.move(policy)
+    moved = logprobs(policy)
+    with policy.reference():
+        assert logprobs(policy).equal(start)
+    with policy.base_model():
+        assert logprobs(policy).equal(base)
+    assert logprobs(policy).equal(moved)
+    assert not base.allclose(start, atol=1e-3) and not moved.allclose(start, atol=1e-3)
+    old = make(lora=LORA, adapter_path=adapter)
+    with old.reference():
+        assert logprobs(old).equal(base), "a run that was begun before runs kept their start"
+
+
+def test_a_run_keeps_its_own_copy_of_the_adapter(trained: Path, tmp_path: Path) -> None:
+    adapter = trained / "checkpoints/step_000002/model"
+    overrides = [*CHANGES, f"policy.adapter_path={adapter}", f"base_exp_dir={tmp_path}"]
+    config = load_config(QUICKSTART, overrides)
+    resolved = build.resolve(config)
+
+    def opened(newest: Path | None) -> tuple[str, bool]:
+        own, keeps_start = with_start(resolved, newest, Dist())
+        return own.policy.config.adapter_path, keeps_start
+
+    own = str(config.run_dir / "start")
+    assert opened(None) == (own, True)
+    weights = "adapter_model.safetensors"
+    assert Path(own, weights).read_bytes() == (adapter / weights).read_bytes()
+    tiny_config.save_checkpoint(config, 1)
+    newest = config.run_dir / "checkpoints/step_000001"
+    assert opened(newest) == (own, True)
+    shutil.rmtree(own)
+    with pytest.raises(ValueError, match="start is gone"):
+        opened(newest)
+    state = json.loads((newest / "state.json").read_text())
+    del state["meta"]["config"]["algorithm"]["kl_reference"]
+    (newest / "state.json").write_text(json.dumps(state))
+    assert opened(newest) == (str(adapter), False), "it was begun with the base model as reference"
+    fresh = build.resolve(load_config(QUICKSTART, [*CHANGES, f"base_exp_dir={tmp_path}"]))
+    assert with_start(fresh, None, Dist())[1] is False

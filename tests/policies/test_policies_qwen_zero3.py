@@ -62,9 +62,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def make_policy(folder: str, kind: str) -> QwenVL:
+def make_policy(folder: str, kind: str, adapter: str = "") -> QwenVL:
     """The policy of a folder, by `model_type`; it serves no renderer, so pictures are optional."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
+    section["adapter_path"] = adapter
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
     plugin: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
     policy = plugin(
@@ -74,9 +75,11 @@ def make_policy(folder: str, kind: str) -> QwenVL:
             state_kind="pre_norm" if is_qwen3 else "post_norm",
             max_completion_tokens=NUM_TOKENS,
             gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
+            keeps_start=bool(adapter),
         ),
     )
-    tiny_policy.randomize_lora_b(policy)
+    if not adapter:
+        tiny_policy.randomize_lora_b(policy)
     return policy
 
 
@@ -175,3 +178,33 @@ def test_without_sharding_a_text_prompt_never_runs_the_tower(folders: dict[str, 
     calls = tower_calls(policy)
     train(make_learner(policy, Dist(), "lora"), sequences_of(policy, (False,), 0))
     assert not calls
+
+
+def references(dist: Dist, out: Path, folder: str, adapter: str, stage: int) -> list[Any]:
+    """Log-probs of the policy and of its reference, before and after two updates."""
+    with small_shards_and_chunks():
+        policy = make_policy(folder, "lora", adapter)
+        learner = make_learner(policy, dist, "lora", backend="deepspeed", zero_stage=stage)
+        sequences = sequences_of(policy, (False, False), dist.rank)
+        rows = [(s.prompt, s.token_ids) for s in sequences]
+
+        def both() -> list[Any]:
+            with policy.reference():
+                reference = learner.logprobs(rows)
+            return [learner.logprobs(rows), reference]
+
+        return [*both(), *train(learner, sequences).values(), *both()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_sharded_adapter_has_the_start_as_reference(
+    folders: dict[str, str], tmp_path: Path, stage: int
+) -> None:
+    first = make_policy(folders["qwen2_5_vl"], "lora")
+    first.save_pretrained(str(tmp_path), tiny_policy.trainable(first))
+    for rank in run_ranks(
+        references, 2, tmp_path, folder=folders["qwen2_5_vl"], adapter=str(tmp_path), stage=stage
+    ):
+        start, reference, _, trained, after, reference_after = rank
+        assert start == reference == reference_after, "to the bit, also where shards were written"
+        assert after == trained != start

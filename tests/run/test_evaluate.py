@@ -91,6 +91,8 @@ class Gathering:
     def reference(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    base_model = reference
+
     def decode_actions(self, rows: Sequence[Row], batch: object, outputs: None) -> list[Action]:
         self.num_forwards += 1
         if self.reads_states:

@@ -273,13 +273,13 @@ class QwenVL(TrainedPolicy[Config]):
         return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
-        """The batch and its outputs under the untrained weights, without an autograd graph."""
+        """The batch and its outputs under the base model's weights, without an autograd graph."""
         import torch
 
         batch, was_training = self.collate(rows), self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), self.reference():
+            with torch.no_grad(), self.base_model():
                 return batch, self.module(batch)
         finally:
             self.module.train(was_training)

@@ -77,6 +77,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     """Bounds of slices of the vocabulary; each token's softmax runs over the slice that contains
     it. (): one softmax over all ids except the banned ones."""
 
+    _start: Mapping[str, torch.Tensor] | None = None
+    """The adapter that the run starts from, on the CPU; None: a new one, which changes nothing, or
+    `setup.keeps_start` is False."""
     module: Any
     prompts: Any
     """Has a `tokenizer` and a `completion_ids(text)`."""
@@ -184,15 +187,21 @@ class TrainedPolicy(Policy[TrainedConfigT]):
                 f"policy.model_path: {excerpt(repr(self.config.model_path), 300)} is a {kind!r}, "
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
-        config = self.config
-        adapter = config.adapter_path
-        if config.from_run:
-            adapter = str(start_of(config.from_run).step / MODEL_FOLDER)
-        model = adapt(model, config.lora, adapter, within, self.setup.seed)
+        adapter = self.start_adapter(self.config)
+        model = adapt(model, self.config.lora, adapter, within, self.setup.seed)
+        if adapter and self.setup.keeps_start:
+            trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+            self._start = {name: parameter.detach().clone() for name, parameter in trained}
         model = model.to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)
         return model
+
+    @classmethod
+    def start_adapter(cls, config: TrainedConfigT) -> str:
+        if config.from_run:
+            return str(start_of(config.from_run).step / MODEL_FOLDER)
+        return config.adapter_path
 
     @cached_property
     def _overlay(self) -> tempfile.TemporaryDirectory[str]:
@@ -259,33 +268,57 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         }
 
     @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """LoRA: within this context the adapter is off. Full fine-tuning: as `reference`."""
+        if not self.module.adapted:
+            with self.reference():
+                yield
+            return
+        with self.module.model.disable_adapter():
+            yield
+
+    @contextmanager
     def reference(self) -> Iterator[None]:
         """Within this context the module computes as it did before training.
 
-        LoRA: the adapter is off. Full fine-tuning: the initial checkpoint's weights, kept on the
-        CPU from the first use on, replace the trained ones. Raises ValueError under ZeRO-3, which
-        holds no complete tensors to swap.
+        LoRA: the adapter is off, or has the weights that the run started from. Full fine-tuning:
+        the initial checkpoint's weights, kept on the CPU from the first use on, replace the trained
+        ones. Raises ValueError for that under ZeRO-3, which holds no complete tensors to swap.
         """
-        if self.module.adapted:
-            with self.module.model.disable_adapter():
+        if self.module.adapted and self._start is None:
+            with self.base_model():
                 yield
             return
-        if is_sharded(self.module):
-            raise ValueError(
-                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
-                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
-            )
-        base = self._base
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        if is_sharded(self.module):
+            with self._sharded_start(trained):
+                yield
+            return
+        before = self._base if self._start is None else self._start
         trained_data = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
-                weight = base[name.removeprefix(WRAPPER)]
+                weight = before[name.removeprefix(WRAPPER)]
                 parameter.data = weight.to(parameter, non_blocking=True)
             yield
         finally:
             for name, parameter in trained.items():
                 parameter.data = trained_data[name]
+
+    @contextmanager
+    def _sharded_start(self, trained: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """`reference` under ZeRO-3: the adapter is gathered, written, and written back."""
+        start = self._start
+        if start is None:
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        now = _written(trained, {name: start[name.removeprefix(WRAPPER)] for name in trained})
+        try:
+            yield
+        finally:
+            _written(trained, now)
 
     @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
@@ -360,3 +393,17 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     save_file(copies, path, metadata={"format": "pt"})
+
+
+def _written(
+    sharded: Mapping[str, Any], values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Write `values` into parameters that ZeRO-3 shards; returns the whole values before. The
+    methods are those that DeepSpeed gives its parameters. Collective."""
+    parameters = list(sharded.values())
+    parameters[0].all_gather(param_list=parameters)
+    before = {name: parameter.data.clone() for name, parameter in sharded.items()}
+    for name, parameter in sharded.items():
+        parameter.data.copy_(values[name])
+    parameters[0].partition(param_list=parameters, has_been_updated=True)
+    return before
