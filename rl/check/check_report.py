@@ -15,7 +15,7 @@ from rl.audit import judge_audit
 from rl.check import compatibility
 from rl.check.ask_judge import START_PATIENCE_S, ask_judge, with_second_judge
 from rl.check.dry_run import dry_problems, plugins_to_try
-from rl.check.fetch import hub_models
+from rl.check.fetch import hub_models, is_offline
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
 from rl.check.resume import check_resume
@@ -158,7 +158,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
 def problems_before_fetching(resolved: build.Resolved) -> list[str]:
     """Mistakes that a start would find after it has fetched models: those of rows, of local files
     first, then of the judge. [] if no model is to be fetched."""
-    if all(is_cached for *_, is_cached in hub_models(resolved)):
+    if is_offline() or all(is_cached for *_, is_cached in hub_models(resolved)):
         return []
     plugins = [*resolved.train, *resolved.validation]
     try:
