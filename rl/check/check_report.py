@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl import build
-from rl.api.plugin import PluginConfig
+from rl.api.data import DataSource
 from rl.audit import judge_audit
 from rl.check import compatibility
 from rl.check.ask_judge import START_PATIENCE_S, ask_judge
@@ -158,17 +158,16 @@ def problems_before_fetching(resolved: build.Resolved) -> list[str]:
         return []
     plugins = [*resolved.train, *resolved.validation]
     try:
-        for plugin in sorted(plugins, key=lambda plugin: not _is_local(plugin.config)):
-            for source in build.build_data(resolved, [plugin]):
-                source.close()
+        for plugin in sorted(plugins, key=_is_of_hub):
+            build.build_data(resolved, [plugin])[0].close()
     except (ValueError, OSError) as error:
         return [str(error)]
     main = resolved.by_judge["judge"]
     return _asked_now(main, START_PATIENCE_S)[1] if main.needs_judge else []
 
 
-def _is_local(config: PluginConfig) -> bool:
-    return Path(str(getattr(config, "path", "."))).exists()
+def _is_of_hub(plugin: build.Plugin[DataSource]) -> bool:
+    return not Path(str(getattr(plugin.config, "path", "."))).exists()
 
 
 def _asked_now(resolved: build.Resolved, wait_s: float = 0.0) -> tuple[list[str], list[str]]:

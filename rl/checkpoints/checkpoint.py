@@ -239,7 +239,7 @@ class Checkpoints:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
         best on held-out samples, any that may be the best, every n-th, and any with changes."""
         steps, rows = steps_of(self.folder.parent), _rows_of(self.folder.parent)
-        rewards = {iteration: _held_out_reward(row) for iteration, row in rows.items()}
+        rewards = {iteration: _held_out_mean(row) for iteration, row in rows.items()}
         whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
         every = self._config.keep_every_n_iterations
         kept = {*sorted(whole)[-_NUM_NEWEST_KEPT:], best_of(sorted(whole), rewards)}
@@ -375,7 +375,7 @@ def steps_of(run_dir: Path) -> list[Path]:
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
-    return {iteration: _held_out_reward(row) for iteration, row in _rows_of(run_dir).items()}
+    return {iteration: _held_out_mean(row) for iteration, row in _rows_of(run_dir).items()}
 
 
 def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
@@ -385,7 +385,7 @@ def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}
 
 
-def _held_out_reward(row: Mapping[str, Any], name: str = "eval/reward") -> float | None:
+def _held_out_mean(row: Mapping[str, Any], name: str = "eval/reward") -> float | None:
     """A mean over the held-out samples, 0..1; None if there is none."""
     value: Any = row.get(name)
     return float(value) if type(value) in (int, float) and 0 <= value <= 1 else None
@@ -394,11 +394,11 @@ def _held_out_reward(row: Mapping[str, Any], name: str = "eval/reward") -> float
 def _held_out_bounds(row: Mapping[str, Any]) -> tuple[float, float]:
     """(least, greatest) mean held-out reward: samples for which no judge was reached count as 0 and
     as 1. Unreadable replies are left out, as from the mean; (0, 0) without an evaluation."""
-    reward = _held_out_reward(row)
+    reward = _held_out_mean(row)
     if reward is None:
         return 0.0, float("eval/ungraded" in row)
-    ungraded = _held_out_reward(row, "eval/ungraded") or 0.0
-    lost = max(0.0, ungraded - (_held_out_reward(row, "eval/unreadable") or 0.0))
+    ungraded = _held_out_mean(row, "eval/ungraded") or 0.0
+    lost = max(0.0, ungraded - (_held_out_mean(row, "eval/unreadable") or 0.0))
     share = lost / (1 - ungraded + lost or 1.0)
     return reward * (1 - share), reward * (1 - share) + share
 

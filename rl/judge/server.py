@@ -27,8 +27,8 @@ from rl.text.scrub import environment_without
 from rl.text.untrusted import excerpt
 
 POLL_S = 0.05
-WATCH_S = 0.2
-CONNECT_S = 1.0
+WATCH_S = 1.0
+"""How often a judge that has answered is looked after, and how long a connection may take."""
 COMPLETE_S = 1.0
 """A URL without a line end counts after so long without a change of its file."""
 LOG_END_BYTES = 2000
@@ -41,7 +41,6 @@ NOT_OURS = (
     "another process answers, such as another run's judge: give each run's judge a port of its "
     "own, or share one that no run starts (judge.start_command: [], judge.api_base)"
 )
-AGAIN = "The same command starts it again, and resumes after the last finished iteration."
 IMPORT_ROOT = Path(__file__).resolve().parents[2]
 """The folder that `rl` is imported from."""
 
@@ -141,12 +140,15 @@ class StartedJudge:
         """Once the judge has ended, write why into a file, for `raise_if_ended`."""
         while (code := self._guard.poll()) is None:
             await asyncio.sleep(WATCH_S)
-        if self._is_closing:
-            return
-        problem = f"the judge ended with exit code {code}"
-        if _answers(api_base):
-            problem += f"; at {api_base} {NOT_OURS}"
-        write_atomically(self._log.with_suffix(ENDED), f"{self._error(problem)}\n{AGAIN}", private)
+        if not self._is_closing:
+            other = f"; at {api_base} {NOT_OURS}" if _answers(api_base) else ""
+            why = self._error(f"the judge ended with exit code {code}{other}")
+            write_atomically(
+                self._log.with_suffix(ENDED),
+                f"{why}\nThe same command starts it again, and resumes after the last finished "
+                "iteration.",
+                private,
+            )
 
     async def _url(self) -> str:
         if not _writes_url(self._config):
@@ -211,18 +213,16 @@ class StartedJudge:
 def raise_if_ended(config: JudgeConfig, log: Path) -> None:
     """Raise JudgeEndedError if the started judge with this log has answered and then ended. Any
     process of its machine may ask."""
-    file = log.with_suffix(ENDED)
-    if config.start_command and file.is_file():
-        raise JudgeEndedError(file.read_text(encoding="utf-8"))
+    if config.start_command and log.with_suffix(ENDED).is_file():
+        raise JudgeEndedError(log.with_suffix(ENDED).read_text(encoding="utf-8"))
 
 
 def _answers(api_base: str) -> bool:
     """Whether a process of this machine accepts a connection at this address. (Elsewhere a gateway
     may accept one for it.)"""
     url = urlsplit(api_base)
-    if is_loopback(api_base):
-        with suppress(OSError), socket.create_connection((url.hostname, url.port or 80), CONNECT_S):
-            return True
+    with suppress(OSError), socket.create_connection((url.hostname, url.port or 80), WATCH_S):
+        return is_loopback(api_base)
     return False
 
 

@@ -57,13 +57,20 @@ class Checks:
     def check_failures(self, rollout: Rollout) -> None:
         """Collective: raises `TooManyFailuresError` if judge or renderer fail too often."""
         self._check_renderer(rollout)
-        self._check_failure_rate(rollout.episodes)
-        for episodes_G in rollout.episodes:
-            for episode in episodes_G:
-                cause = _cause(episode)
-                if cause and episode.status is not Status.POLICY_FAILED:
-                    text = f"rank {self._dist.rank}: {episode.status}: {cause}"
-                    self._warn_once(cause, f"{text} (logged once; all are in episodes/)")
+        flat = [episode for episodes_G in rollout.episodes for episode in episodes_G]
+        _limit_failures(
+            self._config,
+            [episode for episode in flat if episode.status is Status.UNGRADED],
+            len(flat),
+            self._dist,
+            what="episodes",
+            then="it resumes after the last finished iteration",
+        )
+        for episode in flat:
+            cause = _cause(episode)
+            if cause and episode.status is not Status.POLICY_FAILED:
+                text = f"rank {self._dist.rank}: {episode.status}: {cause}"
+                self._warn_once(cause, f"{text} (logged once; all are in episodes/)")
 
     def _check_renderer(self, rollout: Rollout) -> None:
         failures = [excerpt(reason, SHOWN_CHARS) for reason in rollout.render_failures]
@@ -86,12 +93,6 @@ class Checks:
                 "is in the log), or raise max_render_failure_rate, and start the same command "
                 "again: it resumes after the last finished iteration."
             )
-
-    def _check_failure_rate(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
-        flat = [episode for episodes_G in episodes_PG for episode in episodes_G]
-        ungraded = [episode for episode in flat if episode.status is Status.UNGRADED]
-        then = "it resumes after the last finished iteration"
-        _limit_failures(self._config, ungraded, len(flat), self._dist, "episodes", then)
 
     def metrics(self, rollout: Rollout) -> Metrics:
         """Metrics of an iteration's episodes and those that its plugins report. Collective."""
@@ -147,9 +148,14 @@ def require_grades(
     lost = [e for e in drawn if e.status is Status.UNGRADED and not e.unreadable]
     if context.compares_pictures:
         lost = [episode for episode in lost if NO_VALUE not in (episode.failure or "")]
-    what = "pictures or answers of the held-out evaluation"
-    then = "it repeats this evaluation, of which nothing is recorded"
-    _limit_failures(context.config, lost, max(len(drawn), num_samples), dist, what, then)
+    _limit_failures(
+        context.config,
+        lost,
+        max(len(drawn), num_samples),
+        dist,
+        what="pictures or answers of the held-out evaluation",
+        then="it repeats this evaluation, of which nothing is recorded",
+    )
 
 
 def _limit_failures(

@@ -220,17 +220,17 @@ class Run:
         done = self.checkpointing.last_finished.done
         self.checkpointing.save(final=True)
         self.checkpointing.publish(done, self.recording.last_metrics, final=True)
-        console = self.recording.console
-        console.say(f"stopped after {done} iterations; the same command resumes from here")
+        self.recording.console.say(
+            f"stopped after {done} iterations; the same command resumes from here"
+        )
 
     def save_before_leaving(self, error: BaseException) -> None:
         """Save the last finished iteration when an error ends the run."""
         if isinstance(error, TooManyFailuresError):
             for judge in self.judges.values():
                 judge.drop_unusable()  # a judge that was fixed is asked these questions again
-        checkpointing = self.checkpointing
         save_before_leaving(
-            checkpointing.last_finished, checkpointing.checkpoints, self.dist, error
+            self.checkpointing.last_finished, self.checkpointing.checkpoints, self.dist, error
         )
 
 

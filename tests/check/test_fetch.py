@@ -62,11 +62,10 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
     monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: False)
 
     def refusal_of(column: str, judge: dict[str, Any]) -> str:
-        local = {"type": "hf_dataset", "path": str(tmp_path / "train.jsonl")}
-        local["columns"] = {"source": "image", "instruction": column}
-        hub = {"type": "hf_dataset", "path": "nobody/data-of-the-hub"}
-        values = tiny_config.real(tmp_path, judge=judge)
-        values["data"] = {"train": [hub, local] if column == "wrong" else [local]}
+        local = {"path": str(tmp_path / "train.jsonl"), "columns": {"instruction": column}}
+        rows = [{"path": "nobody/data-of-the-hub"}, local] if column == "wrong" else [local]
+        data = {"train": [{"type": "hf_dataset"} | section for section in rows]}
+        values = tiny_config.real(tmp_path, judge=judge, data=data)
         with pytest.raises(SystemExit, match="1"):
             simple_launch.main([str(tiny_config.write(tmp_path, values))])
         return capsys.readouterr().err

@@ -96,45 +96,50 @@ def free_port() -> Iterator[str]:
         yield str(holder.getsockname()[1])
 
 
+LATE = "echo http://127.0.0.1:$1 >$0; until [ -e $0.end ]; do sleep 0.1; done; echo in use; exit 1"
+"""Ends when a file is there; its arguments are the file for the URL and the port."""
+
+
 @pytest.mark.parametrize("knows_its_port", [True, False])
 def test_another_runs_judge_is_not_taken_for_its_own(
     knows_its_port: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs start a judge on one port: the second one's judge ends."""
     monkeypatch.setattr(server, "GRACE_S", 0.1)
-    serve = ["{python}", "-c", VLLM, "serve", MODEL, "--host", "127.0.0.1", "--port"]
-    with free_port() as port:
-        own = config_of(*serve, port, api_base=f"http://127.0.0.1:{port}")
-        late = f"import os, sys, time; open(sys.argv[1], 'w').write('http://127.0.0.1:{port}\\n')"
-        late += "\nwhile not os.path.exists(sys.argv[1] + '.end'): time.sleep(0.05)"
-        late += "\nsys.exit('Address already in use')"
-        second = own if knows_its_port else config_of(*python(late))
+    log = tmp_path / "b.log"
 
-        async def start_both() -> str:
-            with StartedJudge(own, tmp_path / "a.log") as first:
-                address = await first.wait_until_ready()
-                with pytest.raises(JudgeError) as error, StartedJudge(second, log) as judge:
-                    assert await judge.wait_until_ready() == address
-                    log.with_suffix(".url.end").touch()
-                    while True:
-                        raise_if_ended(second, log)
-                        await asyncio.sleep(0.05)
-            return str(error.value)
+    async def start_both(port: str) -> None:
+        serve = ["{python}", "-c", VLLM, "serve", MODEL, "--host", "127.0.0.1", "--port", port]
+        own = config_of(*serve, api_base=f"http://127.0.0.1:{port}")
+        second = own if knows_its_port else config_of("bash", "-c", LATE, "{url_file}", port)
+        with StartedJudge(own, tmp_path / "a.log") as first:
+            address = await first.wait_until_ready()
+            with StartedJudge(second, log) as judge:
+                assert await judge.wait_until_ready() == address
+                log.with_suffix(".url.end").touch()
+                while True:
+                    raise_if_ended(second, log)
+                    await asyncio.sleep(0.05)
 
-        log = tmp_path / "b.log"
-        message = asyncio.run(start_both())
-    assert f":{port}" in message
-    assert holds(message, "another process answers ... a port of its own")
-    assert knows_its_port or holds(message, "ended with exit code 1 ... Address already in use")
+    with free_port() as port, pytest.raises(JudgeError) as error:
+        asyncio.run(start_both(port))
+    ended = "" if knows_its_port else "ended with exit code 1 ... "
+    assert holds(error.value, f"{ended}{port} ... another process answers ... a port of its own")
+    assert knows_its_port or holds(error.value, "own, ... : in use")
+
+
+DIES = """
+import os, tiny_world.judge_server as judge
+judge.JudgeHandler.complete = lambda *_: (print("no memory left"), os.kill(os.getpid(), 9))
+judge.main()
+"""
+"""A judge that dies of its first question."""
 
 
 def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None:
     """Its questions do not wait for `judge.max_outage_s`, 600 s."""
     log = tmp_path / "log"
-    script = "import os, sys; print('no memory left'); os.kill(os.getpid(), 9)"
-    dies = "import tiny_world.judge_server as j; j.JudgeHandler.complete = lambda *_: "
-    dies += f"exec({script!r}); j.main()"
-    config = config_of("{python}", "-u", "-c", dies, *tiny_loop.JUDGE[3:])
+    config = config_of("{python}", "-u", "-c", DIES, *tiny_loop.JUDGE[3:])
 
     async def ask() -> None:
         with StartedJudge(config, log) as started:
@@ -142,13 +147,10 @@ def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None
             client = JudgeClient(config, await started.wait_until_ready(), check=check)
             await client.ask(Question(("How good?",), {}), str)
 
-    began_s = time.monotonic()
     with pytest.raises(JudgeEndedError) as error:
-        asyncio.run(ask())
-    assert time.monotonic() - began_s < 60
-    assert holds(
-        error.value, f"ended with exit code 137: no memory left\n ... {log}\nThe same command"
-    )
+        asyncio.run(asyncio.wait_for(ask(), 100))
+    parts = f"ended with exit code 137: no memory left\n ... {log}\nThe same command"
+    assert holds(error.value, parts)
     assert is_machine_error(error.value), "--retries starts the run again"
     with StartedJudge(config, log):
         raise_if_ended(config, log)

@@ -246,31 +246,26 @@ def test_a_failing_second_judge_is_reported_and_stops_nothing(
 def test_an_evaluation_whose_judge_went_down_records_nothing_and_is_repeated(
     num_answered: int, tmp_path: Path
 ) -> None:
-    asked = count()
-
-    def grade(evidence: RewardInput) -> float | RewardOutput:
-        is_up = next(asked) < num_answered
-        return fixed(evidence) if is_up else RewardOutput(None, failure="outage: no answer")
-
+    asked, lost = count(), RewardOutput(None, failure="outage: no answer")
+    policy, dist = Gathering(Dist()), Dist()
     with pytest.raises(TooManyFailuresError, match="evaluation could not be graded"):
-        evaluate_samples(Gathering(Dist()), 4, tmp_path / "twice", Dist(), grade=grade)
+        evaluate_samples(
+            *(policy, 4, tmp_path / "twice", dist),
+            grade=lambda evidence: fixed(evidence) if next(asked) < num_answered else lost,
+        )
     assert not list(tmp_path.rglob("*.jsonl"))
-    again = evaluate_samples(Gathering(Dist()), 4, tmp_path / "twice", Dist())
-    assert again == evaluate_samples(Gathering(Dist()), 4, tmp_path / "once", Dist())
-    files = ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl")
-    for one, other in ((tmp_path / "once" / file, tmp_path / "twice" / file) for file in files):
-        assert one.read_bytes() == other.read_bytes()
+    once, again = (evaluate_samples(policy, 4, tmp_path / n, dist) for n in ("once", "twice"))
+    assert once == again
+    for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
+        assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "twice" / file).read_bytes()
 
 
 def test_one_picture_on_which_the_judge_always_fails_ends_no_evaluation(tmp_path: Path) -> None:
     """Its stock arm is asked again at each evaluation, alone."""
-
-    def grade(evidence: RewardInput) -> float | RewardOutput:
-        is_bad = evidence.sample.id == "3"
-        return RewardOutput(None, failure="http_500: bad") if is_bad else fixed(evidence)
-
+    lost = RewardOutput(None, failure="http_500: bad")
     for iteration in range(2):
         found = evaluate_samples(
-            Gathering(Dist()), 4, tmp_path, Dist(), iteration=iteration, grade=grade
+            *(Gathering(Dist()), 4, tmp_path, Dist(), iteration),
+            grade=lambda evidence: lost if evidence.sample.id == "3" else fixed(evidence),
         )
         assert found["eval/ungraded"] == found["eval/stock_ungraded"] == 0.25

@@ -102,38 +102,33 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     def config(folder: Path, judge: FaultyJudge) -> Path:
-        section = {"api_base": judge.api_base, "model": MODEL, "max_outage_s": 1.0}
-        return tiny_loop.write_config(
+        values = tiny_loop.config_of(
+            models,
             folder,
-            tiny_loop.config_of(
-                models,
-                folder,
-                num_iterations=2,
-                judge={**section, "breaker_failures": 2, "breaker_pause_s": 0.1, "backoff_s": 0.1},
-                evaluation={"every_n_iterations": 2, "num_samples": 3},
-                final_reward={"weights": {"brightness": 1, "viescore": 1}},
-            ),
+            num_iterations=2,
+            judge={"api_base": judge.api_base, "model": MODEL, "max_outage_s": 1.0}
+            | {"breaker_failures": 2, "breaker_pause_s": 0.1, "backoff_s": 0.1},
+            evaluation={"every_n_iterations": 2, "num_samples": 3},
+            final_reward={"weights": {"brightness": 1, "viescore": 1}},
         )
+        return tiny_loop.write_config(folder, values)
 
-    with EndsBeforeTheLastEvaluation(tmp_path / "killed/tiny") as judge:
-        ended = tiny_loop.run_forked(config(tmp_path / "killed", judge), check=False)
+    straight, killed = tmp_path / "straight/tiny", tmp_path / "killed/tiny"
+    with EndsBeforeTheLastEvaluation(killed) as judge:
+        ended = tiny_loop.run_forked(config(killed.parent, judge), check=False)
     assert ended.returncode == 1
     assert holds(
         ended.stderr, "3 of 3 ... evaluation could not be graded ... 3 x viescore: outage ... same "
         "command again: it repeats this evaluation"
     )  # fmt: skip
-    killed = tmp_path / "killed/tiny"
     assert [row["iteration"] for row in metrics_of(killed)] == [0, 1]
     assert not (killed / "evaluation/it_000002").exists()
     with FaultyJudge() as judge:
-        tiny_loop.run_forked(config(tmp_path / "killed", judge))
-        tiny_loop.run(config(tmp_path / "straight", judge))
-    assert_same_run(tmp_path / "straight/tiny", killed, num_iterations=2)
-    records = [
-        folder / "evaluation/it_000002/records.jsonl"
-        for folder in (tmp_path / "straight/tiny", killed)
-    ]
-    assert rows_of(records[0]) == rows_of(records[1])
+        tiny_loop.run_forked(config(killed.parent, judge))
+        tiny_loop.run(config(straight.parent, judge))
+    assert_same_run(straight, killed, num_iterations=2)
+    records = "evaluation/it_000002/records.jsonl"
+    assert rows_of(straight / records) == rows_of(killed / records)
 
 
 @pytest.mark.slow
