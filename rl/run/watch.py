@@ -29,6 +29,8 @@ FEWEST_VALUES = 8
 HALF = 0.5
 """Average share of distinct completions in a group; below it most completions are copies."""
 FULL_MARKS = 0.99
+LEAST_KL = 1e-9
+"""nats a token; sound runs are at 2e-5 after their first step."""
 MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (1e-3, 0.95)}
 """Engine dtype -> (largest `mismatch/k3`, nats; smallest `mismatch/ess`) of correct runs.
 
@@ -73,6 +75,8 @@ class Watch:
             "spread": no_spread,
             "steps": no_steps,
         }
+        if config.algorithm.kl_coeff:
+            self._rules["reference"] = no_kl
         truncates_sampling = config.sampling.top_p < 1 or config.sampling.top_k > 0
         if not (config.max_staleness or truncates_sampling or lora_dropout):
             self._rules["mismatch"] = lambda last: mismatch(last, engine_dtype, self._first_k3)
@@ -189,6 +193,21 @@ def no_steps(last: Sequence[Trained]) -> str:
     return (
         f"no optimizer step in the last {SEVERAL} iterations (optimizer/steps): the weights do not "
         f"change; {why}"
+    )
+
+
+def no_kl(last: Sequence[Trained]) -> str:
+    """The KL stays 0 although the weights move. (In the first iteration it is 0 in any run.)"""
+    lately = last[-SEVERAL:]
+    kl = _values(lately, "kl/reference_k3")
+    has_moved = len(last) > SEVERAL and all(_moved(each.metrics) for each in last[-SEVERAL - 1 :])
+    if not has_moved or len(kl) < SEVERAL or max(kl) > LEAST_KL:
+        return ""
+    return (
+        f"the KL to the reference was 0 in each of the last {SEVERAL} iterations, though the "
+        "weights move: the reference is the policy that is trained (Policy.reference must give the "
+        "weights before training), or the steps are too small to change a log-prob "
+        "(kl/reference_k3, optimizer/learning_rate)"
     )
 
 

@@ -186,3 +186,16 @@ def test_iterations_without_spread_or_step_warn_once_with_the_reason(
 def test_the_held_out_run_before_training_does_not_count_as_an_iteration() -> None:
     watch = make_watch()
     assert list(chain(*(watch.sentences(FLAT) for _ in range(TREND)))) == []
+
+
+def test_a_reference_that_is_the_policy_is_noticed() -> None:
+    """Its KL is only rounding for ever; in a sound run it is 0 in the first iteration."""
+    same, sound = {"kl/reference_k3": 1e-16}, {"kl/reference_k3": 2e-5}
+    with_kl = {"algorithm": {"kl_coeff": 0.1}}
+    *before, [sentence] = warnings_of(make_watch(**with_kl), *[same] * (SEVERAL + 1))
+    assert before == [[]] * SEVERAL and holds(sentence, "KL ... was 0 ... reference")
+    assert not any(warnings_of(make_watch(**with_kl), same, *[sound] * 5))
+    assert not any(warnings_of(make_watch(), *[same] * 5)), "the config asks for no KL"
+    still = make_watch(**with_kl)
+    lines = warnings_of(still, *[same | {"optimizer/grad_norm": 0.0}] * 5)
+    assert not any("KL" in line for each in lines for line in each), "nothing moves"
