@@ -91,6 +91,10 @@ def group_advantages(
 # sg() stops the gradient.
 
 
+MAX_LOG_RATIO = 80.0
+"""nats; exp(88.8) is infinite in float32."""
+
+
 @divided_by("num_sequences")
 def grpo(x: LossInputs) -> LossTerms:
     """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi_new / pi_old; mean over a completion's
@@ -170,7 +174,8 @@ def _log_ratio(x: LossInputs) -> torch.Tensor:
 def _clipped(x: LossInputs, log_ratio: torch.Tensor, weights: torch.Tensor) -> LossTerms:
     """PPO's pessimistic bound, token by token; `log_ratio`, `weights`: [B, C] float32."""
     advantages = x.advantages.detach()
-    ratio = log_ratio.exp()
+    # An infinite ratio has a NaN gradient even where the bound is the smaller one (0 * inf).
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
     terms = -torch.minimum(ratio * advantages, bounded * advantages)
     clipped = bounded * advantages < ratio * advantages

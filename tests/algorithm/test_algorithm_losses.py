@@ -56,6 +56,22 @@ def one_token(loss: str, ratio: float, advantage: float) -> tuple[float, float, 
     return terms.terms.item(), logprob.grad.item(), bool(terms.clipped.item())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_that_overflows_costs_no_step(loss: str, advantage: float) -> None:
+    """exp(100) is infinite in float32; the other token keeps its gradient."""
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-101.0, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    advantages = torch.full((1, 2), advantage)
+    terms = policy_terms(loss, logprobs, old, advantages, mask)
+    (terms.weights * terms.terms).sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    assert terms.clipped[0, 0] == (advantage > 0 or loss == "cispo")
+    if loss != "gspo":  # which has one ratio for both tokens
+        assert logprobs.grad[0, 1] == -advantage * terms.weights[0, 1]
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
 @pytest.mark.parametrize(
     ("ratio", "advantage", "term", "gradient", "clipped"),
