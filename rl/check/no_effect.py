@@ -100,6 +100,13 @@ def doubtful(resolved: Resolved) -> list[str]:
         for key, cuts in cuts_tokens.items()
         if cuts
     ]
+    checkpoint = resolved.config.checkpoint
+    if checkpoint.keep_every_n_iterations % checkpoint.save_every_n_iterations:
+        problems.append(
+            f"checkpoint.keep_every_n_iterations: {checkpoint.keep_every_n_iterations} is no "
+            f"multiple of save_every_n_iterations ({checkpoint.save_every_n_iterations}), so few "
+            "of these checkpoints exist"
+        )
     judge, second = resolved.config.judge, resolved.config.evaluation.judge
     if second is not None and second.model == judge.model:
         problems.append(
