@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.build import ask_plugin, claims, row_rules
-from rl.config.schema import RAY_MISSING, JudgeConfig, changed
+from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
@@ -211,6 +211,8 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
     config, algorithm = resolved.config, resolved.config.algorithm
     optimizer, checkpoint = config.optimizer, config.checkpoint
+    if (num := config.prompts_per_iteration * config.generations_per_prompt) > MAX_EPISODES:
+        yield f"generations_per_prompt: {num:,} completions an iteration; at most {MAX_EPISODES:,}"
     in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1":
         yield (

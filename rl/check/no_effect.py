@@ -118,6 +118,13 @@ def doubtful(resolved: Resolved) -> list[str]:
                 f"{key}.model: {part.config.judge.model!r} is the run's judge, with the same blind "
                 "spots. Use a model of another family"
             )
+    checkpoint = resolved.config.checkpoint
+    if checkpoint.keep_every_n_iterations % checkpoint.save_every_n_iterations:
+        problems.append(
+            f"checkpoint.keep_every_n_iterations: {checkpoint.keep_every_n_iterations} is no "
+            f"multiple of save_every_n_iterations ({checkpoint.save_every_n_iterations}), so few "
+            "of these checkpoints exist"
+        )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "

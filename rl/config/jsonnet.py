@@ -15,9 +15,11 @@ import _jsonnet
 
 from rl.config.shipped import configs_folder
 
-MAX_S = 60.0
+MAX_S = 10.0
 """Time limit for a config; usually it takes a fifth of a second."""
-MAX_MISSING = 100
+MAX_PARTS = 20
+"""Limit of an override's key; Jsonnet takes ever longer for each part."""
+MAX_MISSING = 20
 """Limit of missing variables to report: a file could name endlessly many."""
 
 _SET = """
@@ -37,8 +39,8 @@ local set(x, path, value, key) =
   else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
 """Jsonnet that applies an override through `super`: the file's own `self` references see it."""
-_PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", re.ASCII)
-"""Numbers and constants, which JSON and Jsonnet write alike."""
+_PLAIN = re.compile(r"-?(0|[1-9]\d{0,99})(\.\d{1,99})?|true|false|null", re.ASCII)
+"""Numbers that do not overflow and constants, which JSON and Jsonnet write alike."""
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*", re.ASCII)
 """Names and paths, which Jsonnet refuses: `cuda`, `runs/mine`."""
 
@@ -83,11 +85,14 @@ def _evaluate(
         )
 
     try:
+        "".join((str(path), *overrides)).encode()
         file = text = f"import {json.dumps(str(path.resolve()))}"
         for override in overrides:
             key, equals, value = override.partition("=")
-            if not equals or not all(key.split(".")):
-                problems.append(f"override {override!r}: write key.sub=value")
+            if not equals or not all(key.split(".")) or key.count(".") >= MAX_PARTS:
+                problems.append(
+                    f"override {override!r:.200}: write key.sub=value, {MAX_PARTS} keys at most"
+                )
                 continue
             try:
                 literal = _literal(value, run)
@@ -117,7 +122,10 @@ def _evaluate(
                     "can be read"
                 )
     except UnicodeError:
-        problems.append(f"{path}: its path, an override or an APP__ variable is not UTF-8")
+        problems.append(
+            f"{path}: its path, an override or an APP__ variable is not UTF-8, or this locale is "
+            "not (PYTHONUTF8=1)"
+        )
     return None, problems
 
 
@@ -145,6 +153,7 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
 def _message(error: str) -> str:
     """Jsonnet's message without its stack frames."""
     error = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
+    error = re.sub("^overflow$", "a number is too large (overflow)", error)
     if error.endswith("character code 239"):
         error += ": a byte order mark; save the file as UTF-8 without one"
     return error

@@ -64,7 +64,7 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
 
 def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
     loc = problem["loc"]
-    key = ".".join([at, *loc] if at else loc) or "the config"
+    key = ".".join(part[:MAX_SHOWN] for part in (at, *loc) if part) or "the config"
     kind = problem["type"]
     if kind == "extra_forbidden":
         return f"{key}: unknown key; {_nearest_key(model, loc)}"
@@ -88,7 +88,7 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
     """Suggests the nearest key of the same section, else another section that has this key."""
-    name = loc[-1]
+    name = loc[-1][:MAX_SHOWN]
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
     if not difflib.get_close_matches(name, known, n=1, cutoff=0.6):

@@ -379,7 +379,7 @@ class RenderPoolConfig(Section):
     workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = 0
     """Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     and die at any time."""
-    address: Annotated[str, Field(pattern=r"^(auto|local|\S+:\d+)$")] = "auto"
+    address: Annotated[str, Field(pattern=r"^(auto|local|[^\s/]+:\d{1,5})$")] = "auto"
     """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
     'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
     name: str = ""
@@ -496,10 +496,15 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
 
 
+MAX_PROBLEM_CHARS = 4000
+
+
 def listed(problems: Sequence[str]) -> str:
-    """A bullet per problem, its further lines indented; control characters are escaped."""
+    """A bullet per problem, its further lines indented; control characters are escaped, and the
+    end of a very long one is left out."""
     return "\n".join(
-        "  - " + printable(problem, keep="\n").replace("\n", "\n    ") for problem in problems
+        "  - " + printable(problem[:MAX_PROBLEM_CHARS], keep="\n").replace("\n", "\n    ")
+        for problem in problems
     )
 
 

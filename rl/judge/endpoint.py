@@ -104,8 +104,9 @@ def _normalise(url: str, where: str) -> str:
             segments.append("v1")
         base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
         parsed = httpx.URL(base)
-        if parsed.scheme not in ("http", "https") or not parsed.raw_host:
-            raise ValueError(f"{base!r} has no http:// or https://, or no host")
+        # `port` raises ValueError beyond 65535.
+        if parsed.scheme not in ("http", "https") or not parsed.raw_host or parts.port == 0:
+            raise ValueError(f"{base!r} has no http:// or https://, or no host or port")
     except (ValueError, httpx.InvalidURL) as error:
         reason = excerpt(str(error), MAX_REASON_CHARS)
         raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None

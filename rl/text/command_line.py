@@ -100,6 +100,11 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             complain("this config cannot run:", error.problems)
         except OSError as error:
             complain(remedy(error))
+        except UnicodeEncodeError as error:
+            complain(
+                f"{error.object!r} cannot be written in this locale's encoding ({error.encoding}): "
+                "set PYTHONUTF8=1, or a locale with UTF-8"
+            )
         except ValueError as error:
             complain(str(error))
         return 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_config
+from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
@@ -87,3 +88,40 @@ def test_an_impossible_run_folder_is_reported(tmp_path: Path, folder: str) -> No
     values = tiny_config.real(tmp_path, base_exp_dir=folder)
     [problem] = check_report.problems(tiny_config.validated(values))
     assert problem.startswith("base_exp_dir: ") and len(problem) < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (f"judge{'.a' * 300}=1", "judge.a.a ... write key.sub=value"),
+        (f"seed={'9' * 400}", "seed: ... valid integer"),
+        (f"{'k' * 100_000}=1", "kkk: unknown key"),
+        ("base_exp_dir=/tmp/\udcc3", "not UTF-8"),
+        ("render_pool={workers: 1, address: 'ray://far.example:10001'}", "render_pool.address: "),
+    ],
+    ids=range(5),
+)
+def test_an_extreme_override_is_refused_in_a_short_sentence(tmp_path, override, parts) -> None:
+    file = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, [override])
+    message = listed(refused.value.problems)
+    assert holds(message, parts) and len(message) < 2000, message
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"prompts_per_iteration": 10**6, "generations_per_prompt": 10**6},
+            "generations_per_prompt: 1,000,000,000,000 completions",
+        ),
+        ({"judge": {"model": "m", "api_base": "http://judge:99999"}}, "judge.api_base ... range"),
+    ],
+    ids=["completions", "port"],
+)
+def test_impossible_numbers_are_refused_by_key(tmp_path, changes, parts) -> None:
+    values = tiny_config.real(tmp_path)
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    assert holds("\n".join(check_report.problems(tiny_config.validated(values))), parts)

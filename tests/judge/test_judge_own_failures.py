@@ -53,8 +53,7 @@ def failures_of(answers: Sequence[Answer[Any]]) -> set[str]:
     return {(answer.failure or "value").partition(":")[0] for answer in answers}
 
 
-@pytest.mark.parametrize("slots", [8, 96])
-@pytest.mark.parametrize("breaker_failures", [1, 8, 20])
+@pytest.mark.parametrize(("breaker_failures", "slots"), [(1, 96), (8, 8), (20, 8)])
 @pytest.mark.parametrize(
     "bad", [{0, 1, 2, 3}, {5}, {4, 5, 6, 7}, {8, 9, 10, 11}, {0, 4, 11}, set(range(11))], ids=str
 )
@@ -63,6 +62,7 @@ def test_pictures_that_the_judge_fails_on_cost_only_themselves(
 ) -> None:
     """At any position among the questions; `slots` 96: all are in flight at once."""
     config = {"max_attempts": 3, "breaker_failures": breaker_failures, "max_concurrency": slots}
+    config["timeout_s"] = 60.0  # a busy machine is not silent
     with Choosy(bad, Fault(500)) as judge:
         groups, client = with_client(judge, ask_groups, **config)
     for group, answers in enumerate(groups):

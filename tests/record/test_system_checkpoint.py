@@ -362,7 +362,7 @@ def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     path = save(checkpoints, 1)
     torch.save({"python": Payload()}, path / "rng_rank0000.pt")
-    with pytest.raises(ValueError, match=r"step_000001 is damaged \(UnpicklingError"):
+    with pytest.raises(ValueError, match=r"step_000001 is damaged \(UnpicklingError\)"):
         checkpoints.load(path)
     assert not (tmp_path / "executed").exists()
 
