@@ -270,10 +270,10 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
             known = judge_audit.verdict(resolved)
             at_start = known.passed is None and judge.audit == "required"
             lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
-    lines.append(
-        f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "
-        f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
-    )
+    in_flight = judge.max_concurrency * config.world_size
+    limits = f"up to {in_flight} in flight, {judge.max_attempts} tries each"
+    per_hour = f"{training * 60} an hour at one iteration a minute; " if training else ""
+    lines.append(f"{training} questions an iteration: {per_hour}{limits}")
     if every := evaluation.every_n_iterations:
         makes_images = resolved.renderer.cls.makes_images
         cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None

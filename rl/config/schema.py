@@ -269,8 +269,8 @@ class RewardKeys(Section):
     held_out_only: bool = False
     """It grades the held-out pictures only and trains nothing. `eval/gap/<reward>` says how far it
     stays behind what the gain in the final reward predicts, and the run warns if that is beyond
-    noise: with a judge of another family it is a second judge (docs/judge.md). Where it fails,
-    training goes on."""
+    noise: with a judge of another family it is a second judge (docs/judge.md). Where it fails
+    during the run, training goes on."""
 
 
 class EvaluationConfig(Section):

@@ -88,9 +88,8 @@ class StartedJudge:
         log.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".url", ENDED):
             log.with_suffix(suffix).unlink(missing_ok=True)  # another start leaves its files behind
-        wait_ends_s = (
-            time.monotonic() + 2 * GRACE_S
-        )  # the judge of a killed run may still be ending
+        # The judge of a killed run may still be ending.
+        wait_ends_s = time.monotonic() + 2 * GRACE_S
         while config.api_base and _answers(resolve_api_base(config.api_base)):
             if time.monotonic() > wait_ends_s:
                 raise JudgeError(f"judge.api_base={config.api_base!r}: {NOT_OURS}")

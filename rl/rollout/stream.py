@@ -44,7 +44,7 @@ class RolloutContext:
     loop: BackgroundLoop
     """Event loop that runs rewards and judge requests while this thread renders."""
     held_out_only: Mapping[str, Reward] = field(default_factory=dict)
-    """Rewards that grade held-out pictures too, beside `rewards`."""
+    """Rewards that grade held-out pictures only, by name; `rewards` grade those as well."""
 
     @property
     def compares_pictures(self) -> bool:
