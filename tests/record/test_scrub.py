@@ -15,7 +15,6 @@ from urllib.parse import quote, quote_plus
 
 import markupsafe
 import pytest
-import yaml
 
 from rl.text.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
 
@@ -50,7 +49,10 @@ PARTLY: dict[str, Spell] = {
     ),
     "Python": lambda key: repr(key)[1:-1],
     "Python's bytes": lambda key: repr(key.encode())[2:-1],
-    "YAML": lambda key: yaml.safe_dump(key, default_style='"', width=999).strip()[1:-1],
+    "YAML": lambda key: "".join(
+        f"\\U{ord(c):08X}" if c > "\xff" else f"\\x{ord(c):02X}" if c > "\x7f" else c
+        for c in re.sub(r'(["\\])', r"\\\1", key)
+    ),
     "YAML, single quotes": lambda key: key.replace("'", "''"),
     "a shell": lambda key: shlex.quote(key),
     "a shell, backslashes": lambda key: re.sub(r"([ -/:-@[-`{-~])", r"\\\1", key),

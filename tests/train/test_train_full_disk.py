@@ -41,7 +41,7 @@ def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
             metrics = run_dir / "metrics.jsonl"
             wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
             filler = fill(disk)
-            wait_for(lambda: b"is full: " in log.read_bytes(), process)
+            wait_for(lambda: b"has no room: " in log.read_bytes(), process)
             time.sleep(1)
             if stops_early:
                 process.send_signal(signal.SIGTERM)
