@@ -20,11 +20,11 @@ from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
+from rl.run.chain import check_equal_words
 from rl.run.checks import require_grades
 from rl.run.contents import contents_of
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
-from rl.run.equal_words import check_equal_words
 from rl.run.held_out import score
 from rl.run.reward_gap import add_gaps
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock

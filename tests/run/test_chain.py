@@ -13,7 +13,7 @@ from tiny_run import episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
 from rl.ranks.dist import Dist
-from rl.run.equal_words import UnequalRewardsError, check_equal_words
+from rl.run.chain import UnequalRewardsError, check_equal_words
 
 RIGHT = episode(reward=0.95)
 OTHER_PICTURE = {"image": Image.new("RGB", (48, 32), (254, 0, 0))}
