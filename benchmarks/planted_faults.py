@@ -37,10 +37,10 @@ class Outcome(NamedTuple):
 def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
     """Copies this checkout with one fault, and the tests of the checkout `tests`, into `folder`."""
     tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    for source in (ROOT, tests):
+    for source, has_tests in ((ROOT, False), (tests, True)):
         names = subprocess.run(tracked, cwd=source, capture_output=True, check=True).stdout
         for name in names.decode().split("\0"):
-            if name.startswith("tests/") == (source is tests) and (source / name).is_file():
+            if name.startswith("tests/") == has_tests and (source / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source / name, folder / name)
     file = folder / fault["file"]

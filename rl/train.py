@@ -111,7 +111,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
             train_step.accumulate(group.p, group.sequences)
             groups_P.append(group)
         rollout = pending.rollout.finished()
-        metrics = run.rollout_metrics(rollout)
+        metrics = run.rollout_metrics(rollout, pending.iteration)
         metrics.update(train_step.step())
     run.engine.wake()
     with timer.phase("sync"):

@@ -34,6 +34,9 @@ from rl.learner.micro_batches import (
 from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist, is_sharded
 
+NUM_MEASURED = 3
+"""Iterations of a run that measure whether the first step raises what has an advantage."""
+
 
 class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
@@ -71,6 +74,7 @@ class Learner:
         prompts_P: Sequence[Prompt],
         ids_PG: Sequence[Sequence[Sequence[int]]],
         num_completions_P: Sequence[int],
+        trains: bool = True,
     ) -> TrainStep:
         """Prepare an iteration's `TrainStep`; no forward runs yet. Collective.
 
@@ -79,6 +83,7 @@ class Learner:
             prompts_P: this rank's prompts; may be empty, on some ranks or on all.
             ids_PG: token ids of every completion to forward; the bare arm comes last.
             num_completions_P: number of trainable completions of each group.
+            trains: False: only its forward will be used, so no graph is kept.
         """
         config = self._config.optimizer
         collective = is_sharded(self._policy.module)
@@ -106,7 +111,7 @@ class Learner:
             isinstance(part, torch.nn.Dropout) and part.p > 0
             for part in self._policy.module.modules()
         )
-        exact = self._config.max_staleness == 0 and not has_dropout
+        exact = trains and self._config.max_staleness == 0 and not has_dropout
         return TrainStep(
             policy=self._policy,
             backend=self._backend,
@@ -124,6 +129,7 @@ class Learner:
             keeps_graphs=exact and self._backend.keeps_graphs,
             collective=collective,
             optimizer_step=self._optimizer_step,
+            measures_rise=trains and iteration < NUM_MEASURED,
         )
 
     def _optimizer_step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:

@@ -122,6 +122,18 @@ class LearnerMetrics:
                 self.metrics.add(name, value, num_tokens)
         self._measured.clear()
 
+    def add_rise(self, products: Sequence[float], dist: Dist) -> None:
+        """Add `policy/rise` and its standard error. `products`: nats, one per completion of this
+        rank with an advantage. Collective."""
+        total, squares, num = dist.sum_floats(
+            [sum(products), sum(x * x for x in products), len(products)]
+        )
+        if num > 1:
+            mean = total / num
+            variance = max(0.0, squares / num - mean**2)
+            self.metrics.maximum("policy/rise", mean)
+            self.metrics.maximum("policy/rise_error", (variance / (num - 1)) ** 0.5)
+
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
         """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
         self._fetch()

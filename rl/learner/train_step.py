@@ -94,6 +94,9 @@ class TrainStep:
     """Whether every rank must take part in each forward (ZeRO-3)."""
     optimizer_step: Callable[[float, float], StepOutcome]
     """`Backend.step`, called with (learning rate, gradient scale)."""
+    measures_rise: bool = False
+    """Whether to measure, by one more forward, if the first step moves the log-probs the way that
+    the advantages point."""
     _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_kept_tokens: int = 0
@@ -102,6 +105,8 @@ class TrainStep:
     _reference: dict[Member, list[float]] = field(default_factory=dict)
     _sequences: dict[Member, TrainSequence] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
+    _trained: list[tuple[MicroBatch, tuple[Member, ...], LossInputs]] = field(default_factory=list)
+    """The backwards of the first step, if it `measures_rise`."""
 
     def __post_init__(self) -> None:
         self._learner_metrics = LearnerMetrics(self.dist.device)
@@ -200,6 +205,7 @@ class TrainStep:
                 self._backward(minibatch, micro_batch, plan[micro_batch])
             loss = loss_named(self.config.algorithm.loss)
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
+            self._measure_rise()
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
     def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
@@ -315,6 +321,9 @@ class TrainStep:
         reference = None
         if algorithm.kl_coeff:
             reference = in_order(self._reference).masked_fill(~inputs.mask, 0.0)
+        if self.measures_rise:
+            before = replace(inputs, logprobs=inputs.logprobs.detach())
+            self._trained.append((micro_batch, kept.members, before))
         loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
@@ -341,6 +350,20 @@ class TrainStep:
                 "the gradient's norm is %s: optimizer step skipped, weights and moments untouched",
                 outcome.grad_norm,
             )
+
+    def _measure_rise(self) -> None:
+        """Measure advantage x (log-prob after the step - before it) of the trained completions. To
+        first order its mean is positive for any step along the policy gradient. Collective."""
+        if not self.measures_rise:
+            return
+        self.measures_rise = False
+        products: list[float] = []
+        for micro_batch, members, inputs in self._trained:
+            _, outputs = self._run(micro_batch, members, keep=False)
+            moved_B = (outputs.logprobs - inputs.logprobs).mul(inputs.mask).sum(1)
+            products += (inputs.advantages[:, 0] * moved_B).tolist()
+        self._trained.clear()
+        self._learner_metrics.add_rise([x for x in products if x], self.dist)
 
 
 def loss_inputs(

@@ -19,10 +19,12 @@ from rl.api.types import (
     RenderFailure,
     RewardInput,
     RewardOutput,
+    Sample,
     Status,
     is_unreadable,
 )
 from rl.config.schema import FinalReward, RunConfig
+from rl.text.untrusted import excerpt
 
 Grades = Mapping[str, RewardOutput]
 """Reward name -> its output."""
@@ -48,6 +50,8 @@ class Picture:
     with the same number share their noise."""
     readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
     """Token ids of each completion that the picture is drawn for -> its reading."""
+    drawn_of: Sample | None = None
+    """The sample of its render job."""
     outcome: Image | RenderFailure | None = None
     has_outcome: bool = False
 
@@ -102,7 +106,10 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
 
 def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
     """Build a completion's episode when all its verdicts are known. Its reward and parts are means
-    over its pictures."""
+    over its pictures. Raises RuntimeError if another prompt's sample was drawn or graded."""
+    for reading in arm.readings:
+        require_own_sample(arm.prompt, reading.picture.drawn_of, "drawn")
+        require_own_sample(arm.prompt, reading.base_input.sample, "graded")
     verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
     drawn = next((verdict for verdict in verdicts if verdict.image is not None), None)
 
@@ -164,6 +171,22 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **fields)
     fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}
     return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **fields)
+
+
+def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
+    """Raise RuntimeError if `used` is not the prompt's sample."""
+    own, other = (
+        "no sample"
+        if each is None
+        else f"the sample {each.id!r} ({excerpt(each.instruction, 100)})"
+        for each in (prompt.sample, used)
+    )
+    if own != other:
+        raise RuntimeError(
+            f"a completion of {own} was {what} with {other}: its score would be of another prompt's"
+            " pictures or instruction. A renderer's decode_sources must return the samples in the "
+            "order in which it gets them"
+        )
 
 
 def judge_variance(grades: Grades, final: FinalReward) -> float | None:

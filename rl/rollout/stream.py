@@ -24,7 +24,15 @@ from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards
 from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted
-from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, why_not_rendered
+from rl.rollout.episodes import (
+    Arm,
+    Picture,
+    Reading,
+    Verdict,
+    episode_of,
+    require_own_sample,
+    why_not_rendered,
+)
 from rl.rollout.grading import Outputs, scores
 
 LISTEN_EVERY_S = 0.5
@@ -114,6 +122,8 @@ def begin(
     with timer.phase("render") as phase:
         samples_P = [copied_pictures(prompt.sample) for prompt in sampled.prompts]
         decoded_P = context.renderer.decode_sources(samples_P)
+        for prompt, decoded in zip(sampled.prompts, decoded_P, strict=True):
+            require_own_sample(prompt, decoded, "decoded")
         prompts_P = [
             prompt if decoded is sample else replace(prompt, sample=decoded)
             for prompt, sample, decoded in zip(sampled.prompts, samples_P, decoded_P, strict=True)
@@ -204,7 +214,9 @@ class PendingRollout:
                 self._pictures.append(picture)
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
-                jobs.append(RenderJob(copied_pictures(prompt.sample), action.payload, noise_seed))
+                job = RenderJob(copied_pictures(prompt.sample), action.payload, noise_seed)
+                picture.drawn_of = job.sample
+                jobs.append(job)
             if ids not in picture.readings:
                 picture.readings[ids] = Reading(picture, base_input)
                 self._grade(picture.readings[ids])

@@ -125,7 +125,7 @@ class Checks:
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
         """Read the lines of an earlier process, whose alarms for exploits are logged already."""
         for line in lines:
-            list(self._watch.exploits.sentences(line))
+            self._watch.replay(line)
 
     def check_line(self, line: Mapping[str, float]) -> None:
         """Warn of conditions that begin with this line of metrics (see `Watch`)."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rl.ranks.dist import Dist
 
+LEAST_OF_REFERENCES = 0.2
+"""In a chain that works the reference descriptions earn more; the small configs: 0.89 to 1."""
 Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents_of`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
@@ -79,6 +81,40 @@ def add_stock_arm(
     stock_P = [rewards.get("stock") for rewards in untrained_P]
     gain = _compare([episode.reward for episode in episodes], stock_P, hashes_P, dist)
     _add_paired(metrics, "eval/gain_over_stock", gain)
+
+
+def check_references(
+    references_P: Sequence[Episode | None],
+    untrained: Mapping[str, Sequence[Episode | None]],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> None:
+    """Warn, before training, if the reference descriptions earn next to nothing, or less than words
+    that nobody trained: then no words can earn more. `untrained`: episodes _P of such words, by
+    arm. Collective."""
+
+    def rewards(episodes_P: Sequence[Episode | None]) -> list[float | None]:
+        return [None if episode is None else episode.reward for episode in episodes_P]
+
+    right_P = rewards(references_P)
+    right = _compare(right_P, [0.0] * len(right_P), hashes_P, dist)
+    if right is None or right.error is None:
+        return
+    ahead = {
+        arm: _compare(rewards(episodes_P), right_P, hashes_P, dist)
+        for arm, episodes_P in untrained.items()
+    }
+    better = [arm for arm, each in ahead.items() if each is not None and each.is_alarming]
+    if dist.is_main and (better or right.mean < LEAST_OF_REFERENCES):
+        beside = [f", {arm} {right.mean + each.mean:.3f}" for arm, each in ahead.items() if each]
+        warn(
+            f"before training the reference descriptions earn {right.mean:.3f}"
+            f"{''.join(beside)}: training can hardly earn more. If a "
+            "person finds these words right, a link between words and score is broken: the "
+            "policy's states, the renderer's source pictures, or the instruction and picture that "
+            "the judge reads belong to another sample. Look at evaluation/it_000000 and at what "
+            "`rl judge audit` says of the judge by itself"
+        )
 
 
 def add_gain_of_thought(

@@ -20,10 +20,16 @@ from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
-from rl.run.chain import check_equal_words
+from rl.run.chain import BARE, POLICY, check_equal_words
 from rl.run.checks import require_grades
 from rl.run.contents import contents_of
-from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
+from rl.run.drift import (
+    add_falls,
+    add_gain_of_thought,
+    add_state_drift,
+    add_stock_arm,
+    check_references,
+)
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
 from rl.run.held_out import score
 from rl.run.reward_gap import add_gaps
@@ -34,11 +40,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from rl.console.console import PhaseTimer
+    from rl.learner.learner import Learner
     from rl.ranks.dist import Dist
     from rl.record.writer import BackgroundWriter
 
 
-_ARMS = ("the policy", "the user's own words", "reference descriptions", "the thought cut", "stock")
+_ARMS = (POLICY, BARE, "reference descriptions", "the thought cut", "stock")
+NUM_AGAIN = 8
+"""Number of held-out samples, over all ranks, whose words the first evaluation draws again. Later
+ones draw one sample of each rank again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +75,11 @@ def evaluate(
     dist: Dist,
     timer: PhaseTimer,
     writer: BackgroundWriter,
+    learner: Learner | None = None,
 ) -> Metrics:
     """Metrics `eval/*` of all ranks' samples; every rank passes the same list. `writer` writes
-    records and pictures."""
+    records and pictures. With a `learner`, the words of a few samples are drawn again, alone and as
+    training draws them, to prove that pictures and scores belong to their words."""
     config, metrics = context.config, Metrics()
     rank_samples = list(samples)[dist.rank :: dist.world_size]
     hashes_P = [contents_of(sample) for sample in rank_samples]
@@ -77,7 +89,14 @@ def evaluate(
         completions_P1, cut_P = _write(context, engine, prompts_P)
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
+        again_P: Sequence[Mapping[str, Episode | None]] = [{} for _ in rank_samples]
+        if learner is not None and not context.compares_pictures:
+            num = max(2, NUM_AGAIN // dist.world_size) if iteration == 0 else 1
+            again_P = _draw_again(context, learner, prompts_P, arms, num, dist)
         _measure_arms(metrics, arms, dist)
+        if iteration == 0:
+            untrained = {POLICY: arms.policy, BARE: arms.bare}
+            check_references(arms.reference, untrained, hashes_P, dist)
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
         if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
@@ -98,7 +117,10 @@ def evaluate(
     if not context.compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
-        arms_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
+        arms_P = [
+            {**dict(zip(_ARMS, row, strict=True)), **again}
+            for row, again in zip(rows, again_P, strict=True)
+        ]
         check_equal_words(metrics, arms_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
@@ -184,6 +206,32 @@ def _score_known(
         episodes[p] = episode
     require_grades(context, episodes, dist)
     return episodes
+
+
+def _draw_again(
+    context: RolloutContext,
+    learner: Learner,
+    prompts_P: Sequence[Prompt],
+    arms: Arms,
+    num: int,
+    dist: Dist,
+) -> list[dict[str, Episode | None]]:
+    """_P, the episodes of the first `num` samples' words by path: the policy's words with nothing
+    else beside them, and policy and bare arm through the forward of training. Collective."""
+    again_P: list[dict[str, Episode | None]] = [{} for _ in prompts_P]
+    prompts, words = prompts_P[:num], [[episode.completion] for episode in arms.policy[:num]]
+    bare = [None if episode is None else episode.completion for episode in arms.bare[:num]]
+    rollout = score(context, prompts, words, bare, dist, learner=learner)
+    for again, (episode,), bare_episode in zip(
+        again_P, rollout.episodes, rollout.bare_episodes, strict=False
+    ):
+        again |= {f"{POLICY}, as in training": episode, f"{BARE}, as in training": bare_episode}
+    for p in range(dist.max_int(len(prompts))):
+        one = slice(p, p + 1)
+        alone = score(context, prompts[one], words[one], [None] * len(words[one]), dist)
+        for again, (episode,) in zip(again_P[one], alone.episodes, strict=True):
+            again[f"{POLICY}, alone"] = episode
+    return again_P
 
 
 def _measure_arms(metrics: Metrics, arms: Arms, dist: Dist) -> None:

@@ -31,14 +31,20 @@ HALF = 0.5
 FULL_MARKS = 0.99
 LEAST_KL = 1e-9
 """nats a token; sound runs are at 2e-5 after their first step."""
-MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16": (1e-3, 0.95)}
-"""Engine dtype -> (largest `mismatch/k3`, nats; smallest `mismatch/ess`) of correct runs.
+MISMATCH_LIMITS = {
+    "float32": (1e-6, 1e-5, 0.999), "float16": (1e-5, 2e-3, 0.99), "bfloat16": (1e-4, 8e-3, 0.95)
+}  # fmt: skip
+"""Engine dtype -> (smallest and largest limit of `mismatch/k3`, nats; smallest `mismatch/ess`).
 
-Tiny runs reach a k3 of 1e-10 in float32 and 6e-5 in bfloat16; log-probs that differ by 0.025 on
-average, as of a bfloat16 7B, give 5e-4. TF32 in a GPU's attention stays below the float32 limit."""
+Tiny correct runs reach a k3 of 1e-10 in float32 and 6e-5 in bfloat16; SmolLM2-135M in bfloat16 on a
+CPU 0.0024 on average of 60 prompts and 0.0041 at most. TF32 in a GPU's attention stays below 1e-5.
+Log-probs that differ by as much as a sync allows (0.1 nats in bfloat16, 0.05 in float16) have a k3
+of 0.008 and 0.002."""
 MISMATCH_GROWTH = 10
-"""The limit of k3 is this many times the run's first k3 (only rounding, if the adapter still is 0),
-but at most the limit of the dtype above, and at least a tenth of that."""
+"""The limit of k3 is this many times the k3 of the run's first iteration, whose completions were
+sampled before the first update, within the range above."""
+NUM_ERRORS = 3.0
+"""Standard errors beyond which a difference is not chance."""
 
 Range = tuple[float, float, int]
 """(lowest, highest, number) of a reward's values."""
@@ -67,19 +73,23 @@ class Watch:
         self._ranges: dict[str, Range] = {}
         self._iterations: deque[Trained] = deque(maxlen=TREND)
         self._active: set[str] = set()
-        self._first_k3: float | None = None
+        self._first: list[Mapping[str, float]] = []
+        """The lines of the run's first `SEVERAL` iterations."""
         self.exploits = ExploitWatch()
         self._rules: dict[str, Rule] = {
             **{name: partial(constant_reward, name=name) for name in self._counted},
             "dead": dead_groups,
             "spread": no_spread,
             "steps": no_steps,
+            "downwards": downwards,
+            "repeated": repeated_prompts,
+            "fallen": lambda last: fallen(last, self._first, config.prompts_per_iteration),
         }
         if config.algorithm.kl_coeff:
             self._rules["reference"] = no_kl
         truncates_sampling = config.sampling.top_p < 1 or config.sampling.top_k > 0
         if not (config.max_staleness or truncates_sampling or lora_dropout):
-            self._rules["mismatch"] = lambda last: mismatch(last, engine_dtype, self._first_k3)
+            self._rules["mismatch"] = lambda last: mismatch(last, engine_dtype, self._first)
 
     def add_rewards(self, rollout: Rollout, dist: Dist) -> Metrics:
         """`reward/range/<name>` of each reward, or part of one, that counts. Collective."""
@@ -95,13 +105,21 @@ class Watch:
                 metrics.maximum(f"reward/range/{name}", max(values) - min(values))
         return metrics
 
+    def replay(self, metrics: Mapping[str, float]) -> None:
+        """Read a line of an earlier process, whose alarms are logged already."""
+        self._remember(metrics)
+        list(self.exploits.sentences(metrics))
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        if "optimizer/steps" in metrics and len(self._first) < SEVERAL:
+            self._first.append(metrics)
+
     def sentences(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each condition that begins in the iteration with these metrics."""
         if "optimizer/steps" not in metrics:  # measured before training
             return
         self._iterations.append(Trained(metrics, self._ranges))
-        if self._first_k3 is None:
-            self._first_k3 = metrics.get("mismatch/k3")
+        self._remember(metrics)
         iterations = tuple(self._iterations)
         sentences = {name: text for name, rule in self._rules.items() if (text := rule(iterations))}
         new = sentences.keys() - self._active
@@ -200,8 +218,7 @@ def no_kl(last: Sequence[Trained]) -> str:
     """The KL stays 0 although the weights move. (In the first iteration it is 0 in any run.)"""
     lately = last[-SEVERAL:]
     kl = _values(lately, "kl/reference_k3")
-    has_moved = len(last) > SEVERAL and all(_moved(each.metrics) for each in last[-SEVERAL - 1 :])
-    if not has_moved or len(kl) < SEVERAL or max(kl) > LEAST_KL:
+    if len(kl) < SEVERAL or max(kl) > LEAST_KL or not all(_moved(e.metrics) for e in lately):
         return ""
     return (
         f"the KL to the reference was 0 in each of the last {SEVERAL} iterations, though the "
@@ -211,11 +228,61 @@ def no_kl(last: Sequence[Trained]) -> str:
     )
 
 
-def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> str:
+def downwards(last: Sequence[Trained]) -> str:
+    """The first step of an iteration makes better completions less likely."""
+    metrics = last[-1].metrics
+    rise, error = metrics.get("policy/rise", 0.0), metrics.get("policy/rise_error", 0.0)
+    if rise >= -NUM_ERRORS * error:
+        return ""
+    return (
+        "learning points downwards: the optimizer step made completions with a positive advantage "
+        "less likely, or those with a negative one more likely (advantage x change of the "
+        f"log-prob: {rise:.2g} +- {error:.1g} nats, policy/rise). The sign of the advantages or of "
+        "the loss is wrong, or the trained rows are not those that were graded"
+    )
+
+
+def repeated_prompts(last: Sequence[Trained]) -> str:
+    """Prompts are trained twice although the data has enough others."""
+    nums = _values(last, "data/repeated_prompts")[-SEVERAL:]
+    if len(nums) < SEVERAL or not min(nums):
+        return ""
+    return (
+        f"{nums[-1]:.0f} prompts of an iteration repeat others of it, in each of the last {SEVERAL}"
+        " iterations, more than the size of the data explains: a rank trains on another one's "
+        "prompts or on its own twice, or different rows have one id (data/repeated_prompts)"
+    )
+
+
+def fallen(last: Sequence[Trained], first: Sequence[Mapping[str, float]], num_groups: int) -> str:
+    """The training reward is below that of the run's first iterations beyond chance. The standard
+    error takes a group as one value, so it is too large rather than too small."""
+    lately = [each.metrics for each in last[-SEVERAL:]]
+    lines = [line for line in (*first, *lately) if {"reward/mean", "reward/std"} <= line.keys()]
+    if len(lines) < 2 * SEVERAL:
+        return ""
+    before, after = (
+        fmean(line["reward/mean"] for line in part) for part in (lines[:SEVERAL], lines[SEVERAL:])
+    )
+    error = (sum(line["reward/std"] ** 2 for line in lines) / num_groups) ** 0.5 / SEVERAL
+    if before - after <= NUM_ERRORS * error:
+        return ""
+    return (
+        f"the training reward fell from {before:.3f} (the run's first {SEVERAL} iterations) to "
+        f"{after:.3f} (the last {SEVERAL}), by more than {NUM_ERRORS:g} standard errors "
+        f"({error:.3f}): the policy gets worse at what it is trained for. Lower "
+        "optimizer.learning_rate or raise algorithm.kl_coeff, and start from an older checkpoint; "
+        "if it falls from the first iterations on, look for scores of other completions in "
+        "episodes/ (reward/mean)"
+    )
+
+
+def mismatch(last: Sequence[Trained], dtype: str, first: Sequence[Mapping[str, float]]) -> str:
     """The engine samples from another distribution than the trainer computes. Used only where both
     should be equal: on-policy, without truncated sampling and without dropout."""
-    max_k3, min_ess = MISMATCH_LIMITS[dtype]
-    max_k3 = min(max_k3, max(max_k3 / 10, MISMATCH_GROWTH * (first_k3 or 0.0)))
+    least, most, min_ess = MISMATCH_LIMITS[dtype]
+    first_k3 = next((line["mismatch/k3"] for line in first if "mismatch/k3" in line), 0.0)
+    max_k3 = min(most, max(least, MISMATCH_GROWTH * first_k3))
     k3, ess = _values(last, "mismatch/k3")[-SEVERAL:], _values(last, "mismatch/ess")[-SEVERAL:]
     if len(k3) < SEVERAL or (min(k3) <= max_k3 and max(ess) >= min_ess):
         return ""

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tiny_rounding import FORWARD_TOL, GRADIENT_TOL, WEIGHT_TOL, apart
 
 from rl.api.types import Prompt, Sample, TrainSequence
 from rl.learner.backends import TorchBackend
-from rl.learner.learner import Learner
+from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.micro_batches import pack_groups, split_evenly
 from rl.learner.train_step import TrainStep
 from rl.policies.qwen2_5_vl import Qwen25VL
@@ -285,6 +286,30 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
     assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
     assert logged["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
     assert logged["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_rise_is_advantage_times_the_change_of_the_log_prob(
+    folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch, sign: float
+) -> None:
+    """`sign` -1: the loss has the wrong sign, which the advantages do not show."""
+    learner = make_learner(folder, learning_rate=1e-4)
+    rows = [(s.prompt, s.token_ids) for s in sequences]
+    before = learner.logprobs(rows)
+    backward = learner._backend.backward
+    monkeypatch.setattr(learner._backend, "backward", lambda loss: backward(sign * loss))
+    metrics = update(learner, sequences, 0)
+    products = [
+        s.advantage * sum(b - a for a, b, keep in zip(*each, s.loss_mask, strict=True) if keep)
+        for s, *each in zip(sequences, before, learner.logprobs(rows), strict=True)
+    ]
+    logged = metrics.merge([metrics.state()])
+    mean, error = fmean(products), stdev(products) / len(products) ** 0.5
+    assert logged["policy/rise"] == pytest.approx(mean, rel=1e-3)
+    assert logged["policy/rise_error"] == pytest.approx(error, rel=1e-3)
+    assert sign * mean > 0
+    later = update(learner, sequences, NUM_MEASURED)
+    assert "policy/rise" not in later.merge([later.state()])
 
 
 @pytest.mark.slow

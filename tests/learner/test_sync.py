@@ -100,6 +100,22 @@ def test_an_engine_without_read_back_must_change_with_the_trainer(
         run_sync(sampler, Trainer("new", -1.0 + trainer_moved), before)
 
 
+@pytest.mark.parametrize(("num_moved", "fires"), [(5, True), (4, False)])
+def test_an_engine_that_only_reads_back_what_it_was_sent_is_found(
+    num_moved: int, fires: bool
+) -> None:
+    """Its log-probs stay bit-equal while most of the trainer's move. Fewer may be rounding: in
+    bfloat16 a small step moves few log-probs, and not the same ones on both sides."""
+
+    class Moved(Trainer):
+        def logprobs(self, rows: Sequence[Any]) -> list[list[float]]:
+            return [[-1.0 + 1e-6] * num_moved + [-1.0] * (len(ids) - num_moved) for _, ids in rows]
+
+    before = run_sync(Sampler(), Trainer("old"))
+    with pytest.raises(SyncError, match="changed nothing") if fires else nullcontext():
+        run_sync(Sampler(), Moved("new"), before)
+
+
 @pytest.mark.parametrize("logprob", [-1.01, float("nan")])
 def test_log_probs_that_disagree_are_an_error(logprob: float) -> None:
     with pytest.raises(SyncError, match="does not hold the policy"):

@@ -39,6 +39,7 @@ from rl.ranks import error_messages, signals
 from rl.ranks.dist import Dist
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
+from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of
 from rl.rollout.graded_groups import Advantages, train_sequences
 from rl.rollout.stream import Rollout, RolloutContext, Sampled
 from rl.run.checks import Checks, TooManyFailuresError
@@ -121,6 +122,30 @@ def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(
     # Episodes drop the payload that the renderer took: a batch's states would fill the device.
     assert {job.payload for job in context.renderer.jobs} == {"a", "b"}
     assert [episode.action.payload for episode in episodes] == [None] * 3
+
+
+def test_a_renderer_that_exchanges_samples_stops_the_run(context: RolloutContext) -> None:
+    prompts = [Prompt(Sample(name, f"draw {name}"), (1, 2)) for name in "ab"]
+    two = Sampled(prompts, [[word("a")], [word("b")]], [51, 52], ["0/0", "0/1"], [None, None])
+    assert len(collect(context, two).episodes) == 2
+    context.renderer.decode_sources = lambda samples: samples[::-1]
+    with pytest.raises(
+        RuntimeError, match=r"sample 'a' \(draw a\) was decoded with the sample 'b'"
+    ):
+        collect(context, two)
+
+
+@pytest.mark.parametrize("what", ["drawn", "graded"])
+def test_an_episode_is_of_its_own_prompt(what: str) -> None:
+    own, other = (Sample("s", instruction) for instruction in ("do it", "do that"))
+    drawn, graded = (other, own) if what == "drawn" else (own, other)
+    picture = Picture(0, 0, drawn_of=drawn)
+    reading = Reading(picture, RewardInput(graded, "a", None), Verdict(None))
+    arm = Arm(Prompt(own, (1,)), word("a"), Action("a", "a"), None, [reading])
+    with pytest.raises(
+        RuntimeError, match=f"'s' \\(do it\\) was {what} with the sample 's' \\(do that\\)"
+    ):
+        episode_of(run_config(), arm, "0/0", 51)
 
 
 def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) -> None:

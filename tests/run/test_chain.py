@@ -1,4 +1,4 @@
-"""An evaluation raises or warns if two arms with equal words have unequal rewards."""
+"""An evaluation raises or warns if two arms with equal words have unequal pictures or rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tiny_run import episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
 from rl.ranks.dist import Dist
-from rl.run.chain import UnequalRewardsError, check_equal_words
+from rl.run.chain import BARE, POLICY, UnequalRewardsError, check_equal_words
+from rl.run.metric_table import doc_of
 
 RIGHT = episode(reward=0.95)
 OTHER_PICTURE = {"image": Image.new("RGB", (48, 32), (254, 0, 0))}
@@ -83,5 +84,48 @@ def test_the_judges_noise_is_measured_on_pictures_that_are_not_bit_equal() -> No
     # The differences to 0.95 are 0, 0.2 and 0.1; each is of two gradings, with twice the variance.
     expected = ((0.2**2 + 0.1**2) / 3 / 2) ** 0.5
     found = check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
-    assert found == {"eval/equal_words_std": pytest.approx(expected)}
-    assert check([policy()]) == {}, "the judge was asked once about equal pictures"
+    levels = pytest.approx(1 / 3)  # one level of one of three channels, in every pair
+    assert found == {
+        "eval/equal_words_std": pytest.approx(expected), "eval/equal_words_levels": levels
+    }  # fmt: skip
+    asked_once = check([policy()])
+    assert asked_once == {"eval/equal_words_levels": 0.0}, "of equal pictures"
+
+
+OTHER_WORDS = replace(RIGHT.completion, token_ids=(8, 9))
+
+
+def grey(level: int) -> dict[str, Any]:
+    return {"image": Image.new("RGB", (48, 32), (level,) * 3)}
+
+
+@pytest.mark.parametrize(
+    ("bare", "alone", "warns"),
+    [
+        (None, 11, False),  # rounding
+        (None, 13, True),
+        (40, 19, False),  # other words change 30 levels: a third of that may be rounding
+        (40, 21, True),
+        (40, 40, True),  # the picture of the user's own words
+    ],
+)
+def test_equal_words_draw_equal_pictures_along_all_paths(
+    bare: int | None, alone: int, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = {
+        POLICY: policy(**grey(10)),
+        BARE: bare and policy(completion=OTHER_WORDS, **grey(bare)),
+        "alone": policy(**grey(alone)),
+    }
+    check_equal_words(metrics := Metrics(), [arms] * 2, 1, True, Dist())
+    found = Metrics.merge([metrics.state()])
+    # In the last case the words of the policy have the picture of other words.
+    assert found["eval/equal_words_levels"] == alone - 10 and all(map(doc_of, found))
+    stderr = capsys.readouterr().err
+    assert holds(stderr, "different pictures ... the policy and alone ... states") == warns
+    assert warns or not stderr
+
+
+def test_a_picture_of_another_size_is_another_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    check([policy(image=Image.new("RGB", (32, 48)))])
+    assert holds(capsys.readouterr().err, "255.0 of 255 levels apart")

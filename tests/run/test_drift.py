@@ -15,7 +15,7 @@ from tiny_run import episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Sample
 from rl.ranks.dist import Dist
-from rl.run.drift import add_falls, state_distance
+from rl.run.drift import add_falls, check_references, state_distance
 from rl.run.stock import Stock
 
 
@@ -66,3 +66,28 @@ def test_a_fall_warns_and_a_healthy_run_does_not(capsys: pytest.CaptureFixture[s
     assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
     assert metrics["drift/alarm"] == 1
     assert holds(stderr, "20 iterations ... 0.467 +- 0.017 (9 samples")
+
+
+@pytest.mark.parametrize(
+    ("references", "policy", "parts"),
+    [
+        ((0.9, 1.0, 0.95, 1.0), (0.3, 0.4, 0.3, 0.5), ""),
+        ((0.3, 0.2, 0.25, 0.2), (0.3, 0.2, 0.1, 0.4), ""),  # a hard task
+        ((0.05, 0.0, 0.1, 0.0), (0.0, 0.0, 0.1, 0.05), "earn 0.038, the policy 0.038: training"),
+        ((0.3, 0.4, 0.3, 0.5), (0.9, 1.0, 0.95, 1.0), "earn 0.375, the policy 0.963: training"),
+        ((None,) * 4, (0.0,) * 4, ""),
+    ],
+)
+def test_references_that_earn_nothing_name_a_broken_link(
+    references: tuple[float | None, ...],
+    policy: tuple[float, ...],
+    parts: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right_P, policy_P = (
+        [episode(reward=r) for r in rewards * 4] for rewards in (references, policy)
+    )
+    names_P = [[str(i)] for i in range(16)]
+    check_references(right_P, {"the policy": policy_P, "bare": [None] * 16}, names_P, Dist())
+    stderr = capsys.readouterr().err
+    assert holds(stderr, parts) if parts else not stderr

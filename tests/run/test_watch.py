@@ -130,6 +130,7 @@ def test_a_condition_warns_when_it_begins_and_again_when_it_returns(
         (make_watch("bfloat16"), mismatches(5e-4, 6e-4, 9e-4, 7e-4, 8e-4)),  # a large model
         (make_watch("bfloat16"), mismatches(1.5e-5, 5.5e-5, 5.5e-5, 5.5e-5)),
         (make_watch(), mismatches(1e-6, 5e-6, 5e-6, 5e-6)),
+        (make_watch("bfloat16"), mismatches(2.4e-3, *[4.1e-3] * 5)),  # a model of 135M, measured
         # With these settings the engine's log-probs are expected to differ.
         (make_watch(max_staleness=1), mismatches(*[1.0] * 5, ess=0.5)),
         (make_watch(sampling={"top_p": 0.9}), mismatches(*[1.0] * 5, ess=0.5)),
@@ -145,7 +146,7 @@ def test_healthy_iterations_do_not_warn(watch: Watch, iterations: list[dict[str,
     ("dtype", "k3"),
     [
         ("bfloat16", [1.5e-5, 5.7e-4, 1.2e-3, 1.5e-3]),  # an adapter at twice its scale
-        ("bfloat16", [3.4e-3, 1.7e-3, 2.2e-3]),  # a temperature of 1.1
+        ("bfloat16", [0.02, 0.015, 0.017]),  # wrong from the start, beyond any rounding
         ("float32", [1e-13, 2e-6, 2e-6, 2e-6]),
     ],
 )
@@ -153,6 +154,48 @@ def test_a_growing_mismatch_warns_within_three_iterations(dtype: str, k3: list[f
     *before, [sentence] = warnings_of(make_watch(dtype), *mismatches(*k3))
     assert before == [[]] * (len(k3) - 1)
     assert holds(sentence, f"{dtype} ... mismatch/k3")
+
+
+def test_a_resumed_run_keeps_the_limit_of_its_first_iteration() -> None:
+    """The run's first k3 was 1e-5, so that 4e-3 is too much; the process's first is 4e-3."""
+    resumed = make_watch("bfloat16")
+    for line in mismatches(1e-5, 1e-5):
+        resumed.replay(LEARNS | line)
+    assert warnings_of(resumed, *mismatches(*[4e-3] * 3))[-1]
+    assert not any(warnings_of(make_watch("bfloat16"), *mismatches(*[4e-3] * 3)))
+
+
+@pytest.mark.parametrize(("rise", "warns"), [(-0.31, True), (-0.29, False), (0.5, False)])
+def test_a_step_against_the_advantages_warns_at_once(rise: float, warns: bool) -> None:
+    [sentences] = warnings_of(make_watch(), {"policy/rise": rise, "policy/rise_error": 0.1})
+    assert [holds(one, "downwards ... -0.31 +- 0.1 nats") for one in sentences] == [True] * warns
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_training_reward_below_its_first_iterations_warns(is_resumed: bool) -> None:
+    """Two groups an iteration: the error of the difference of two means over three iterations is
+    (6 x 0.3^2 / 2)^0.5 / 3 = 0.173, so a fall of more than 0.52 is not chance."""
+
+    def lines(*means: float) -> list[dict[str, float]]:
+        return [{"reward/mean": mean, "reward/std": 0.3} for mean in means]
+
+    watch, first = make_watch(), lines(0.7, 0.8, 0.9)
+    if is_resumed:
+        for line in first:
+            watch.replay(LEARNS | line)
+    else:
+        assert not any(warnings_of(watch, *first))
+    assert not any(warnings_of(watch, *lines(0.3, 0.29, 0.29))), "0.507 lower"
+    [[sentence]] = warnings_of(watch, *lines(0.2))
+    assert holds(sentence, "fell from 0.800 ... to 0.260 ... 3 standard errors (0.173)")
+
+
+def test_prompts_that_repeat_in_every_iteration_warn() -> None:
+    twice, once = {"data/repeated_prompts": 2.0}, {"data/repeated_prompts": 0.0}
+    watch = make_watch()
+    assert not any(warnings_of(watch, twice, twice, once, twice, twice))
+    [[sentence]] = warnings_of(watch, twice)
+    assert holds(sentence, "2 prompts of an iteration repeat ... a rank")
 
 
 FLAT = {"groups/zero_spread": 1.0}
@@ -192,8 +235,8 @@ def test_a_reference_that_is_the_policy_is_noticed() -> None:
     """Its KL is only rounding for ever; in a sound run it is 0 in the first iteration."""
     same, sound = {"kl/reference_k3": 1e-16}, {"kl/reference_k3": 2e-5}
     with_kl = {"algorithm": {"kl_coeff": 0.1}}
-    *before, [sentence] = warnings_of(make_watch(**with_kl), *[same] * (SEVERAL + 1))
-    assert before == [[]] * SEVERAL and holds(sentence, "KL ... was 0 ... reference")
+    *before, [sentence] = warnings_of(make_watch(**with_kl), *[same] * SEVERAL)
+    assert before == [[]] * (SEVERAL - 1) and holds(sentence, "KL ... was 0 ... reference")
     assert not any(warnings_of(make_watch(**with_kl), same, *[sound] * 5))
     assert not any(warnings_of(make_watch(), *[same] * 5)), "the config asks for no KL"
     still = make_watch(**with_kl)
