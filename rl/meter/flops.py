@@ -85,11 +85,24 @@ class LanguageModel(ModelShape):
     def backward_flops(self, num_tokens: int, num_pairs: int) -> float:
         """FLOPs of all layers, without the head and without recomputation. Each matrix needs
         the gradients of its input and, if trained, of its weights; attention has five products (two
-        in the forward). (The first layer of a LoRA computes a little less.)"""
-        names = [name for stage in STAGES for name in stage]
-        per_layer = sum(self._matrix_flops(n) + self._weight_gradient_flops(n) for n in names)
+        in the forward). In a LoRA's first layer nothing before the first adapters needs a gradient,
+        nor do their inputs (unless the vision tower is trained, too)."""
+        per_layer = sum(
+            self._matrix_flops(name) + self._weight_gradient_flops(name)
+            for stage in STAGES
+            for name in stage
+        )
         attention = 2.5 * self._attention_flops(num_pairs)
-        return self.num_layers * (per_layer * num_tokens + attention)
+        adapted = {*self.lora_targets} if self.lora_rank else set()
+        spared_stages = next((i for i, stage in enumerate(STAGES, 1) if adapted & {*stage}), 0)
+        spared = sum(
+            2.0 * values_in * (values_out + self.lora_rank * (name in adapted))
+            for stage in STAGES[:spared_stages]
+            for name in stage
+            for values_in, values_out in [self.shape(name)]
+        )
+        layers = self.num_layers * (per_layer * num_tokens + attention)
+        return layers - spared * num_tokens - attention * (spared_stages > 1)
 
     def head_flops(self, num_tokens: int) -> float:
         """FLOPs of the logits of `num_tokens` tokens."""
@@ -105,9 +118,8 @@ class LanguageModel(ModelShape):
     def _weight_gradient_flops(self, name: str) -> float:
         """FLOPs of one token's gradient of the matrix or, with LoRA, of its adapter."""
         values_in, values_out = self.shape(name)
-        if self.lora_rank == 0:
-            return 2.0 * values_in * values_out
-        return 2.0 * self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
+        adapter = self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
+        return 2.0 * (adapter if self.lora_rank else values_in * values_out)
 
     def _attention_flops(self, num_pairs: int) -> float:
         """FLOPs of one layer's attention scores and weighted values."""
