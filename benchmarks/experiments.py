@@ -82,10 +82,10 @@ def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) ->
 
 
 def _over_minimum(setup: Record, shape: Shape, model: LanguageModel) -> float:
-    """Executed FLOPs of the policy side divided by the minimum for the same results: a forward of
-    policy and reference (without adapter) and a backward over the distinct tokens and pairs of a
-    prefix tree, the head at predicting positions, the vision tower once. Valid for one group
-    without equal completions."""
+    """Executed FLOPs of the policy side divided by the minimum of passes that run every layer once
+    on every distinct token: a forward of policy and reference (without adapter) and a backward over
+    the pairs of a prefix tree, the head at predicting positions, the vision tower once. Valid for
+    one group without equal completions. ValueError if the minimum is undercut."""
     num_completion = sum(shape.completion_lens())
     num_tokens = setup["counts"]["token positions"] // 2
     pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
@@ -95,7 +95,13 @@ def _over_minimum(setup: Record, shape: Shape, model: LanguageModel) -> float:
         + model.backward_flops(num_tokens, pairs)
     )
     least = passes + 3 * model.head_flops(num_completion) + setup["gflop"][TOWER] * 1e9
-    return sum(setup["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9 / least
+    executed = sum(setup["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9
+    if executed < least * (1 - 1e-9):  # beyond rounding
+        raise ValueError(
+            f"the policy side executed {executed:.0f} FLOPs, fewer than the minimum of {least:.0f}:"
+            " the minimum or the count is wrong"
+        )
+    return executed / least
 
 
 def language_model(folder: Path) -> LanguageModel:

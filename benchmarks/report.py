@@ -53,18 +53,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def lead(record: Record) -> str:
-    """A sentence on how much less we compute than the nearest peer and than the other peers."""
+    """A sentence on how much more than this project the nearest peer computes, on the policy side
+    and in a whole iteration, and one on the other peers."""
     setups = dict(record["sides"])
     ours = setups.pop(OURS)
     ours_gflop = gflop(ours, POLICY_PARTS)
     over = {name: gflop(setup, POLICY_PARTS) / ours_gflop for name, setup in setups.items()}
-    nearest = min(over, key=over.__getitem__)
-    others = ", ".join(
-        f"{over[name]:.1f}x fewer than {name}" for name in sorted(over, key=over.__getitem__)[1:]
-    )
+    nearest, *others = sorted(over, key=over.__getitem__)
+    peer = setups[nearest]
     return (
-        f"Compared with {nearest}, the policy side takes {over[nearest]:.1f}x fewer FLOPs and "
-        f"{cpu_ratio(setups[nearest], ours)} fewer CPU seconds. (FLOPs: {others}.)"
+        f"{nearest} takes {over[nearest]:.1f}x this project's FLOPs on the policy side and "
+        f"{cpu_ratio(peer, ours)} its CPU seconds; in a whole iteration, with sampling and "
+        f"rendering, {gflop(peer) / gflop(ours):.2f}x its FLOPs and "
+        f"{cpu_ratio(peer, ours, WHOLE, digits=2)} its CPU seconds. (FLOPs of the policy side over "
+        f"ours: {', '.join(f'{name} {over[name]:.1f}x' for name in others)}.)"
     )
 
 
@@ -103,12 +105,14 @@ def _by_part(setups: Mapping[str, Record]) -> str:
     return table(["CPU s / GFLOP per iteration", *setups], rows)
 
 
-def cpu_ratio(peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS) -> str:
+def cpu_ratio(
+    peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS, digits: int = 1
+) -> str:
     """A peer's CPU seconds divided by ours: median, smallest and largest ratio of the rounds."""
     seconds = cpu_s(ours, parts)
     middle, low, high = ratio(cpu_s(peer, parts), seconds)
-    spread = f"{low:.1f} to {high:.1f}" if len(seconds) > 1 else "one round"
-    return f"{middle:.1f}x ({spread})"
+    spread = f"{low:.{digits}f} to {high:.{digits}f}" if len(seconds) > 1 else "one round"
+    return f"{middle:.{digits}f}x ({spread})"
 
 
 _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
-from rl.meter.flops import STAGES, ModelShape, Recompute
+from rl.meter.flops import MATRICES, ModelShape, Recompute
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernel workspaces of one process."""
@@ -52,9 +52,6 @@ to a power of two: at most twice the tensor's size."""
 PINNED_SETTING = "pinned_max_cached_size_mb"
 """torch's setting: pinned allocations above this size are neither rounded up nor cached."""
 
-ADAPTABLE = tuple(name for stage in STAGES for name in stage)
-"""The linear layers of a decoder layer."""
-
 
 @dataclass(frozen=True)
 class PolicyModel(ModelShape):
@@ -78,7 +75,7 @@ class PolicyModel(ModelShape):
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
         """Parameters of the adapters on these linear layers; unknown names are ignored."""
-        sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
+        sides = (sum(self.shape(module)) for module in modules if module in MATRICES)
         return self.num_layers * rank * sum(sides)
 
     def kept_bytes(
@@ -112,7 +109,7 @@ class PolicyModel(ModelShape):
         inputs of the head norms; the MLP's gate, up and activation; and the input of each trained
         layer, if it is none of these.
         """
-        trains = ADAPTABLE if adapted is None else adapted
+        trains = MATRICES if adapted is None else adapted
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         around = 2 * self.width + 2 * wide + 2 * narrow
         around += wide + narrow if self.head_norms else 0

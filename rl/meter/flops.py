@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Recompute = bool | Literal["mlp"]
 """`optimizer.gradient_checkpointing`: recompute nothing, whole layers or the MLPs."""
-STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""A layer's matrices in the order of the forward; attention comes after the first stage."""
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""A layer's matrices in the order of the forward."""
+STAGE_ENDS = (3, 4, 6, 7)
+"""Number of matrices up to the end of each stage (matrices with the same input); attention comes
+after the first stage."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class ModelShape:
         }
 
     def shape(self, matrix: str) -> tuple[int, int]:
-        """(input features, output features) of one of `STAGES`' matrices."""
+        """(input features, output features) of one of `MATRICES`."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "q_proj": (self.width, queries),
@@ -79,17 +82,26 @@ class LanguageModel(ModelShape):
 
     def forward_flops(self, num_tokens: int, num_pairs: int) -> float:
         """FLOPs of all layers, without the head."""
-        per_layer = sum(self._matrix_flops(name) for stage in STAGES for name in stage)
+        per_layer = sum(map(self._matrix_flops, MATRICES))
         return self.num_layers * (per_layer * num_tokens + self._attention_flops(num_pairs))
 
     def backward_flops(self, num_tokens: int, num_pairs: int) -> float:
         """FLOPs of all layers, without the head and without recomputation. Each matrix needs
         the gradients of its input and, if trained, of its weights; attention has five products (two
-        in the forward). (The first layer of a LoRA computes a little less.)"""
-        names = [name for stage in STAGES for name in stage]
-        per_layer = sum(self._matrix_flops(n) + self._weight_gradient_flops(n) for n in names)
+        in the forward). In a LoRA's first layer nothing before the first adapters needs a gradient,
+        nor do their inputs (unless the vision tower is trained, too)."""
+        adapted = {*self.lora_targets} if self.lora_rank else set()
+        forward = sum(map(self._matrix_flops, MATRICES))
+        frozen = sum(map(replace(self, lora_rank=0)._matrix_flops, MATRICES)) if adapted else 0.0
         attention = 2.5 * self._attention_flops(num_pairs)
-        return self.num_layers * (per_layer * num_tokens + attention)
+        num_spared = next((end for end in STAGE_ENDS if adapted & {*MATRICES[:end]}), 0)
+        spared = sum(
+            2.0 * values_in * (values_out + self.lora_rank * (name in adapted))
+            for name in MATRICES[:num_spared]
+            for values_in, values_out in [self.shape(name)]
+        )
+        layers = self.num_layers * ((2 * forward - frozen) * num_tokens + attention)
+        return layers - spared * num_tokens - attention * (num_spared > STAGE_ENDS[0])
 
     def head_flops(self, num_tokens: int) -> float:
         """FLOPs of the logits of `num_tokens` tokens."""
@@ -97,17 +109,10 @@ class LanguageModel(ModelShape):
 
     def _matrix_flops(self, name: str) -> float:
         """FLOPs of one token's forward through a matrix and its adapter; the gradient of the
-        input takes as many."""
+        input takes as many, and so do those of the weights, each of what is trained."""
         values_in, values_out = self.shape(name)
         adapter = self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
         return 2.0 * (values_in * values_out + adapter)
-
-    def _weight_gradient_flops(self, name: str) -> float:
-        """FLOPs of one token's gradient of the matrix or, with LoRA, of its adapter."""
-        values_in, values_out = self.shape(name)
-        if self.lora_rank == 0:
-            return 2.0 * values_in * values_out
-        return 2.0 * self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
 
     def _attention_flops(self, num_pairs: int) -> float:
         """FLOPs of one layer's attention scores and weighted values."""

@@ -10,13 +10,14 @@ import pytest
 import torch
 from tiny_rounding import FORWARD_TOL
 
-from benchmarks import our_worker, report, toy, trl_tunings, trl_worker
+from benchmarks import experiments, our_worker, report, toy, trl_tunings, trl_worker
 from benchmarks.contest import Contestant
 from benchmarks.experiments import OURS, PREFIXES, STOCK
 from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
 from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
+from rl.meter.flops import LanguageModel
 from rl.renderers import qwen_image_edit
 
 
@@ -71,9 +72,34 @@ def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
     assert f"| {OURS} | 1.00 |  | 4.0 |  |" in table
     assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in table
     assert report.lead(record) == (
-        f"Compared with {PREFIXES}, the policy side takes 1.5x fewer FLOPs and 4.0x (2.0 to 4.0) "
-        f"fewer CPU seconds. (FLOPs: 7.5x fewer than {STOCK}.)"
+        f"{PREFIXES} takes 1.5x this project's FLOPs on the policy side and 4.0x (2.0 to 4.0) its "
+        "CPU seconds; in a whole iteration, with sampling and rendering, 1.50x its FLOPs and "
+        "2.50x (1.67 to 2.50) its CPU seconds. (FLOPs of the policy side over ours: "
+        f"{STOCK} 7.5x.)"
     )
+
+
+def test_executed_flops_are_divided_by_a_minimum_that_nothing_undercuts() -> None:
+    """One layer of width 2, LoRA of rank 1 on its attention; a prompt of 4 tokens, two completions
+    of 3: 10 tokens, 10 + 4 * 6 + 2 * 6 = 46 pairs."""
+    attention = tuple(toy.LORA["target_modules"])
+    model = LanguageModel(1, 2, 3, 1, 1, 2, vocabulary=5, lora_rank=1, lora_targets=attention)
+    matrices, adapters, scores = 4 * 4 + 3 * 6, 4 * (2 + 2), 4 * 2 * 46
+    forwards = 2 * (matrices + adapters) * 10 + 2 * matrices * 10 + 2 * scores
+    # q, k and v: no gradient of the inputs of their matrices (4 each) and of the adapters (2 each).
+    inputs, weights = 2 * (matrices + adapters - 3 * 4 - 3 * 2), 2 * adapters
+    backward = (inputs + weights) * 10 + 5 * scores // 2
+    least = forwards + backward + 3 * (2 * 2 * 5) * 6
+
+    def over_minimum(executed: float) -> float:
+        gflop = {"policy side": executed / 1e9, "vision tower": 1e-6}
+        setup = {"counts": {"token positions": 20}, "gflop": gflop}
+        return experiments._over_minimum(setup, Shape(group=2, completion_tokens=3), model)
+
+    assert over_minimum(least) == pytest.approx(1)
+    assert over_minimum(1.5 * least + 500) == pytest.approx(1.5)
+    with pytest.raises(ValueError, match=f"executed {least + 999} FLOPs, .* of {least + 1000}:"):
+        over_minimum(least - 1)
 
 
 @pytest.fixture(scope="module")

@@ -80,5 +80,5 @@ def test_the_policy_side_is_within_5_percent_of_the_fewest_flops(folder, full):
     with flop_counter() as counter:
         tiny_learner.update(learner, members, 0, rollout=True)
     executed = counter.get_total_flops()
-    assert least < executed * 1.01
+    assert least <= executed
     assert executed / least <= 1.05

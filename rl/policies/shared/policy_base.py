@@ -21,7 +21,7 @@ from rl.config.schema import RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG, Base, noted, read_config
 from rl.files.model_files import model_problems
 from rl.files.weights import align_weights, fingerprint
-from rl.meter.flops import STAGES, prefix_tree_pairs
+from rl.meter.flops import MATRICES, prefix_tree_pairs
 from rl.policies.shared.model_loading import adapt, local_folder
 from rl.policies.shared.packing import pack, positions
 from rl.policies.shared.start_from import differences, start_of
@@ -158,7 +158,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:
         """Names of the linear layers that `lora.target_modules` may name."""
-        return {name for stage in STAGES for name in stage}
+        return set(MATRICES)
 
     @classmethod
     def no_effect(cls, config: TrainedConfigT) -> Iterable[str]:
