@@ -6,8 +6,9 @@
     rl report --all runs/
 
 RUN is a run folder, or the config that the run was started with. --against prints the
-paired differences on the held-out samples and writes report/compare.html. --all
-writes a table of all runs of a folder.
+paired differences on the held-out samples and writes report/compare.html; controls
+among them (algorithm.shuffle_rewards) show what chance does. --all writes a table of
+all runs of a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from rl.files.held import hold
 from rl.record.run_summary import RUNS_VARIABLE
 from rl.report.all_runs import write_all_runs
-from rl.report.compare import compare, lines, write_comparison
+from rl.report.compare import by_chance, compare, lines, write_comparison
 from rl.report.folder import BusyError
 from rl.report.page import write_page
 from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
@@ -74,9 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         page, index = write_page(run_dir)
         print(f"  page: {page} ({index.num_written} of its data pages are new)")
         for result in results if not args.page_only else ():
-            _show(lines(run_dir.resolve().name, result))
+            if not result.is_only_chance:
+                _show(lines(run_dir.resolve().name, result))
         if results:
-            print(f"  {INTERVAL}\n  page: {write_comparison(run_dir, results)}")
+            _show([f"  {INTERVAL}", *by_chance(run_dir, results)])
+            print(f"  page: {write_comparison(run_dir, results)}")
         if args.single_file:
             print(f"  {write_single_file(run_dir, index)}")
     except BusyError as error:

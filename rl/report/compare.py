@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 from urllib.parse import quote
 
@@ -13,13 +14,14 @@ from markupsafe import Markup
 
 from rl.config.printing import escaped
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, curve_data, mean
+from rl.report.curves import CURVES, curve_data, mean, points
 from rl.report.folder import locked
 from rl.report.page import NAMING, PAGE_FOLDER, flat, template
 from rl.report.pages import literal
 from rl.report.reading import (
     Evaluation,
     Record,
+    is_control,
     named_rows,
     number,
     picture,
@@ -35,6 +37,8 @@ from rl.text.untrusted import without_lone_surrogates
 REWARD = ("rewards.", "final_reward.", "evaluation.temperature.", "evaluation.top_k.")
 JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")
 """Config keys that decide what a held-out reward means, each with all below it."""
+OF_A_CONTROL = {"seed", "algorithm.shuffle_rewards"}
+"""Config keys in which a run's control may differ from it."""
 SCRIPTS = ("base.js", "charts.js", "compare.js")
 NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
 """Samples with the largest gains, and as many with the largest losses."""
@@ -64,6 +68,14 @@ class Comparison:
     """Of the evaluations: the other run's and A's."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """The keys that differ: key, value (A's), other."""
+    control: list[float] = field(default_factory=list)
+    """Mean held-out reward at each evaluation, if the other run is a control of A's config with at
+    least two; else []."""
+
+    @property
+    def is_only_chance(self) -> bool:
+        """`by_chance` says all there is: the other run is a control with another seed."""
+        return bool(self.control and self.reasons)
 
 
 def compare(run: Path, other: Path) -> Comparison:
@@ -87,6 +99,12 @@ def compare(run: Path, other: Path) -> Comparison:
     result.means = ["?" if each is None else f"{each:.3f}" for each in means]
     shared = [name for name in theirs.records if name in ours.records]
     result.reasons = _why_not(rows, theirs, ours, shared)
+    is_same = {row["key"] for row in rows} <= OF_A_CONTROL and all(
+        reason.startswith("other noise")
+        for reason in result.reasons  # as another seed brings
+    )
+    if is_same and is_control(read_config(other)):
+        result.control = _held_out(other)
     if result.reasons:
         return result
     if theirs.iteration != ours.iteration:
@@ -141,6 +159,47 @@ def _why_not(
     return reasons
 
 
+def _held_out(run: Path) -> list[float]:
+    """Mean reward at each evaluation; [] with fewer than two."""
+    series = points(named_rows(run / "metrics.jsonl", "iteration")[0], "eval/reward")
+    return [reward for _, reward in series] if len(series) > 1 else []
+
+
+def by_chance(run: Path, results: Sequence[Comparison]) -> list[str]:
+    """How far the held-out reward of the controls of the run's config wandered, and whether the
+    run gained more; [] without such controls."""
+    curve_of = {r.other.resolve(): r.control for r in results if r.control}
+    if not curve_of:
+        return []
+    width = max(len(path.name) for path in curve_of)
+    changes = [[reward - curve[0] for reward in curve[1:]] for curve in curve_of.values()]
+    last = [each[-1] for each in changes]
+    most = max(map(max, changes))
+    num = len(last)
+    spread = f" +- {stdev(last):.3f} (standard deviation)" if num > 1 else ""
+    found = [
+        "Chance: controls of this config (rewards shuffled), held-out reward",
+        *(
+            f"  {path.name:{width}}  {curve[0]:.3f} -> {curve[-1]:.3f}   "
+            f"({min(curve):.3f} to {max(curve):.3f})"
+            for path, curve in curve_of.items()
+        ),
+        f"  {num} control{'s' * (num > 1)}, change since the first evaluation:",
+        f"    {min(map(min, changes)):+.3f} to {most:+.3f} at any, "
+        f"{fmean(last):+.3f}{spread} at the last",
+    ]
+    if ours := _held_out(run):
+        gain = ours[-1] - ours[0]
+        if gain > most:
+            found.append(f"  this run: {gain:+.3f}, more than any control at any evaluation")
+            found.append(f"    (chance alone does that in at most one run of {num + 1})")
+        else:
+            found.append(
+                f"  this run: {gain:+.3f}, no more than a control's {most:+.3f}: chance can do that"
+            )
+    return found
+
+
 def lines(name: str, result: Comparison) -> list[str]:
     """The comparison for a terminal."""
     title = f"{name} against {result.name}"
@@ -173,7 +232,8 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     curves, data = _overlaid(runs, names)
     page = template("compare.html.j2").render(
         name=names[0],
-        results=[(result, _samples(folder, result)) for result in results],
+        results=[(r, _samples(folder, r)) for r in results if not r.is_only_chance],
+        chance=by_chance(run, results),
         interval=INTERVAL,
         headings=list(curves),
         facts=Markup(literal({"data": data, "curves": curves})),  # nosec B704

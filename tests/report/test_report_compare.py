@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 from tiny_messages import holds, refusal
-from tiny_report import held_out, write_held_out, write_run
+from tiny_report import held_out, write_held_out, write_lines, write_run
 
 from rl.commands import report
 from rl.files.atomic import read_rows
 from rl.report.all_runs import differing, sparkline
-from rl.report.compare import compare, lines
+from rl.report.compare import by_chance, compare, lines
 
 PICTURES = "aabbbcdd"
 """The source picture of each sample: four pictures, shared by 2, 3, 1 and 2 samples."""
@@ -114,6 +114,47 @@ def test_runs_of_other_data_judge_or_noise_are_not_compared(
     assert holds(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... reward of b: ")
     page = (ours / "report/compare.html").read_text("utf-8")
     assert holds(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
+
+
+def make_curve(folder: Path, curve: list[float], control: bool = True, **sections: Any) -> Path:
+    """A run of another seed than every other one, with these held-out rewards."""
+    make(folder, OURS, noise_seed=folder.name)
+    algorithm = {"algorithm": {"shuffle_rewards": control}}
+    change_config(folder, **algorithm, seed=folder.name, **sections)
+    rows = [{"iteration": 2 * i, "eval/reward": value} for i, value in enumerate(curve)]
+    write_lines(folder / "metrics.jsonl", rows)
+    return folder
+
+
+def test_a_gain_is_compared_with_those_of_the_controls_of_its_config(
+    tmp_path: Path, capsys: Any
+) -> None:
+    learnt = make_curve(tmp_path / "learnt", [0.3, 0.2, 0.65], control=False)
+    lucky = make_curve(tmp_path / "lucky", [0.3, 0.6, 0.4])
+    fallen = make_curve(tmp_path / "fallen", [0.3, 0.1, 0.2])
+    short = make_curve(tmp_path / "short", [0.9])
+    longer = make_curve(tmp_path / "longer", [0.0, 1.0], num_iterations=9)
+    folders = [str(path) for path in (lucky, fallen, short, longer)]
+    assert report.main([str(learnt), "--against", *folders]) == 0
+    out = capsys.readouterr().out
+    # Changes +0.3, +0.1 and -0.2, -0.1; the last: mean 0, standard deviation 0.1 sqrt 2.
+    for part in (
+        "  lucky   0.300 -> 0.400   (0.300 to 0.600)\n",
+        "  fallen  0.300 -> 0.200   (0.100 to 0.300)\n",
+        "2 controls ... -0.200 to +0.300 at any, +0.000 +- 0.141 ... at the last",
+        "this run: +0.350, more than any control ... at most one run of 3",
+    ):
+        assert holds(out, part)
+    assert re.findall("against (.*): NOT COMPARABLE", out) == ["short", "longer"]
+    page = (learnt / "report/compare.html").read_text("utf-8")
+    assert holds(page, 'href="#chance" ... <bdi>short ... <bdi>longer ... at any, +0')
+    assert page.count("<section") == 3
+
+    assert report.main([str(fallen), "--against", str(lucky)]) == 0
+    out = capsys.readouterr().out
+    assert holds(out, "1 control, ... +0.100 to +0.300 at any, +0.100 at the last")
+    assert holds(out, "this run: -0.100, no more than a control's +0.300: chance can do that")
+    assert by_chance(lucky, [compare(lucky, learnt)]) == []
 
 
 def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Path) -> None:
