@@ -105,7 +105,10 @@ def test_only_unreadable_replies_count_as_the_lowest_rating(
 def episode_with(verdicts: Sequence[Verdict], unreadable: str = "ungraded") -> Episode:
     words = Completion((5,), (-0.5,), "stop")
     base = RewardInput(SAMPLE, "words", None)
-    readings = [Reading(Picture(0, n), base, verdict) for n, verdict in enumerate(verdicts)]
+    readings = [
+        Reading(Picture(0, n, drawn_of=base.sample), base, verdict)
+        for n, verdict in enumerate(verdicts)
+    ]
     arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
     return episode_of(run_config(judge={"unreadable": unreadable}), arm, "g", 1)
 
