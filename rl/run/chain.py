@@ -65,9 +65,9 @@ def check_equal_words(
 ) -> None:
     """Add `eval/equal_words_std`, if any pictures of equal words are not bit-equal, so that the
     judge has graded both, and how far such pictures are apart. If two arms have equal words, equal
-    pictures and unequal rewards, raise `UnequalRewardsError` on every rank `at_start`, and warn
-    later. If the pictures are not bit-equal, warn if they differ by more than rounding explains, or
-    their rewards by more than a judge's noise. Collective."""
+    pictures and unequal rewards, warn; `at_start`, and beyond a judge's noise, raise
+    `UnequalRewardsError` on every rank. If the pictures are not bit-equal, warn if they differ by
+    more than rounding explains, or their rewards by more than a judge's noise. Collective."""
     local_pairs = [pair for arms in arms_P for pair in _pairs(arms)]
     all_pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     _check_pictures(metrics, all_pairs, dist)
@@ -88,7 +88,7 @@ def check_equal_words(
             "differently each time: make judge and rewards reply in the order of their inputs, and "
             "make each reward a function of its input"
         )
-        if at_start:
+        if at_start and exact_gap > MOST_NOISE:
             raise UnequalRewardsError(sentence)
     elif most[0] > MOST_NOISE or mean > MEAN_NOISE:
         sentence = (

@@ -37,6 +37,9 @@ def test_different_scores_for_equal_pictures_stop_the_run_at_its_start(
     with pytest.raises(UnequalRewardsError) as error:
         check([policy(), policy(reward=0.143)])
     assert holds(error.value, parts)
+    check([policy(), policy(reward=0.6)])
+    noise = capsys.readouterr().err
+    assert holds(noise, "equal pictures ... grades one picture differently"), "a random reward"
     check([policy(), policy(reward=0.143)], at_start=False)
     assert holds(capsys.readouterr().err, parts), "after the start it is a warning"
 
