@@ -9,9 +9,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from PIL import EpsImagePlugin, Image
+from PIL import EpsImagePlugin, Image, ImageCms
 from tiny_edits import PHOTO_SIZE, save_photos
 
+from rl.data.shared import sample_pictures
 from rl.data.shared.sample_pictures import UnusableError, check_header, decode, load_image, locate
 from rl.files import images
 from rl.report.single_file import thumbnail
@@ -71,6 +72,93 @@ def test_sixteen_bit_greys_keep_their_brightness():
     np.testing.assert_array_equal(np.asarray(image)[..., 0].ravel(), np.arange(256))
     with pytest.raises(UnusableError, match="floating-point"):
         decode(encoded(Image.fromarray(np.ones((16, 16), np.float32)), "TIFF"), 8192)
+
+
+def test_greys_of_unknown_range_are_refused():
+    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
+    for num_bits in (8, 12, 14, 15):  # the last as signed 16-bit TIFFs have them
+        with pytest.raises(UnusableError, match="which of them is white is unknown"):
+            decode(encoded(Image.fromarray(ramp >> (16 - num_bits))), 8192)
+    black = decode(encoded(Image.fromarray(np.zeros((16, 16), np.uint16))), 8192)
+    assert black.getextrema() == ((0, 0),) * 3, "black in any range"
+
+
+def test_the_transparent_grey_of_a_16_bit_picture_is_laid_on_white():
+    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
+    picture = Image.fromarray(ramp)
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", transparency=int(ramp[3, 4]))
+    pixels = np.asarray(decode(buffer.getvalue(), 8192))[..., 0]
+    assert pixels[3, 4] == 255 and pixels[3, 5] == ramp[3, 5] // 257
+
+
+ADOBE_RGB = {
+    b"rXYZ": (0.60974, 0.31111, 0.01947), b"gXYZ": (0.20528, 0.62567, 0.06087),
+    b"bXYZ": (0.14919, 0.06322, 0.74457), b"wtpt": (0.9642, 1.0, 0.8249),
+}  # fmt: skip
+"""Primaries and white, relative to D50 (Adobe RGB (1998) Color Image Encoding)."""
+GAMMA = 2.19921875
+SRGB_TO_XYZ = np.array(
+    [[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]]
+)
+
+
+def adobe_rgb_profile() -> bytes:
+    """A minimal ICC profile (version 2.1, section 6 of ICC.1:1998-09)."""
+
+    def fixed(*values: float) -> bytes:
+        return struct.pack(f">{len(values)}i", *(round(value * 65536) for value in values))
+
+    text = b"Adobe RGB"
+    tags = {name: b"XYZ \0\0\0\0" + fixed(*values) for name, values in ADOBE_RGB.items()}
+    curve = b"curv" + struct.pack(">IIH", 0, 1, round(GAMMA * 256)) + b"\0\0"
+    tags |= dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve)
+    tags[b"desc"] = b"desc\0\0\0\0" + struct.pack(">I", len(text) + 1) + text + b"\0" * 81
+    tags[b"cprt"] = b"text\0\0\0\0none\0\0\0\0"
+    offset = 132 + 12 * len(tags)
+    table, data = struct.pack(">I", len(tags)), b""
+    for name, value in tags.items():
+        value += b"\0" * (-len(value) % 4)
+        table += name + struct.pack(">II", offset + len(data), len(value))
+        data += value
+    size = 132 + 12 * len(tags) + len(data)
+    header = struct.pack(">I4sI4s4s4s", size, b"lcms", 0x02100000, b"mntr", b"RGB ", b"XYZ ")
+    header += struct.pack(">6H4s", 2026, 1, 1, 0, 0, 0, b"acsp") + b"\0" * 28
+    return (header + fixed(0.9642, 1.0, 0.8249)).ljust(128, b"\0") + table + data
+
+
+def shown(pixel: tuple[int, int, int]) -> np.ndarray:
+    """What a viewer shows of an Adobe RGB pixel: 8-bit sRGB, by the two standards' formulas."""
+    matrix = np.array([ADOBE_RGB[name] for name in (b"rXYZ", b"gXYZ", b"bXYZ")]).T
+    linear = np.linalg.solve(SRGB_TO_XYZ, matrix @ (np.array(pixel) / 255) ** GAMMA).clip(0, 1)
+    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+@pytest.mark.parametrize("pixel", [(55, 98, 140), (200, 30, 60), (128, 128, 128), (10, 250, 90)])
+def test_a_colour_profile_is_converted_to_srgb(mode: str, pixel: tuple[int, int, int]):
+    picture = Image.new("RGB", (16, 16), pixel)
+    picture = picture.quantize() if mode == "P" else picture.convert(mode)
+    decoded = decode(encoded(picture, "PNG", icc_profile=adobe_rgb_profile()), 8192)
+    assert decoded.mode == "RGB"
+    assert np.abs(np.array(decoded.getpixel((0, 0))) - shown(pixel)).max() <= 1.5
+
+
+def test_transparency_survives_a_colour_profile():
+    clear = Image.new("RGBA", (16, 16), (55, 98, 140, 0))
+    data = encoded(clear, "PNG", icc_profile=adobe_rgb_profile())
+    assert decode(data, 8192).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(data, 8192, keeps_transparency=True).getpixel((0, 0))[3] == 0
+
+
+def test_an_srgb_profile_changes_nothing_and_a_broken_one_warns_once(capsys, monkeypatch):
+    monkeypatch.setattr(sample_pictures, "_unreadable_profiles", [])
+    picture = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile, num_warnings in ((srgb, 0), (b"no profile", 1), (srgb[:200], 0)):
+        decoded = decode(encoded(picture, "PNG", icc_profile=profile), 8192)
+        assert decoded.tobytes() == picture.tobytes()
+        assert capsys.readouterr().err.count("colour profile") == num_warnings
 
 
 def test_exif_rotation_is_applied():

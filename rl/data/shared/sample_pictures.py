@@ -20,7 +20,10 @@ MAX_ASPECT_RATIO = 200
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
+LEAST_WHITE = 32_768
+"""A 16-bit grey picture whose brightest pixel is below may be of 12 or 14 bits, or signed."""
 _animated: list[str] = []  # the first animated file of this process
+_unreadable_profiles: list[str] = []  # the first file with one
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
@@ -61,10 +64,11 @@ def check_header(located: Path | bytes, max_side_px: int) -> None:
 def decode(
     located: Path | bytes, max_side_px: int, keeps_transparency: bool = False
 ) -> Image.Image:
-    """The picture as 8-bit RGB, upright.
+    """The picture as 8-bit RGB in sRGB, upright.
 
-    EXIF rotation is applied, transparency replaced by white (or kept, as RGBA), 16-bit grey scaled
-    to 8 bits, CMYK converted; an animation gives its first frame. Raises UnusableError.
+    EXIF rotation is applied, a colour profile converted to sRGB, transparency replaced by white (or
+    kept, as RGBA), 16-bit grey scaled to 8 bits, CMYK converted; an animation gives its first
+    frame. Raises UnusableError.
     """
     with _open(located, max_side_px) as image:
         try:
@@ -135,12 +139,41 @@ def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image
 
         # Pillow's own conversion clips 16-bit greys at 255, which makes most pictures white.
         grey = np.asarray(image).astype(np.int64)
-        if grey.min() < 0 or grey.max() > 65535:
-            raise UnusableError(f"{name} holds 32-bit pixels of unknown range; save as 8-bit PNG")
+        most = int(grey.max())
+        if grey.min() < 0 or 0 < most < LEAST_WHITE or most > 65535:
+            raise UnusableError(
+                f"{name} holds 16- or 32-bit greys from {grey.min()} to {most}: which of them is "
+                "white is unknown; save it as 8-bit PNG"
+            )
+        grey[grey == image.info.get("transparency")] = 65535
         return Image.fromarray((grey // 257).astype(np.uint8)).convert("RGB")
+    image = _in_srgb(image, name)
     if keeps_transparency and image.has_transparency_data:
         return image.convert("RGBA")
     return over_white(image)
+
+
+def _in_srgb(image: Image.Image, name: str) -> Image.Image:
+    """The picture converted from the colour profile of its file, as a viewer shows it; unchanged if
+    there is none, or if it cannot be read (the first one is a warning)."""
+    from PIL import ImageCms
+
+    if not (profile := image.info.get("icc_profile")):
+        return image
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "sRGB" in ImageCms.getProfileDescription(source):
+            return image  # a conversion would only add rounding
+        if image.has_transparency_data or image.mode == "P":
+            image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        mode = "RGBA" if image.mode == "RGBA" else "RGB"
+        target = ImageCms.createProfile("sRGB")
+        return ImageCms.profileToProfile(image, source, target, outputMode=mode) or image
+    except (ImageCms.PyCMSError, OSError) as error:
+        if not _unreadable_profiles:
+            _unreadable_profiles.append(name)
+            warn(f"the colour profile of {name} cannot be used ({error}); it is read as sRGB")
+        return image
 
 
 def _broken(located: Path | bytes, error: Exception) -> str:
