@@ -41,7 +41,8 @@ class Config(TrainedPolicyConfig):
 
 
 def load_image_processor(config: Config) -> Any:
-    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines."""
+    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines. Raises
+    ValueError if the smallest picture is larger than the largest."""
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(
@@ -51,6 +52,13 @@ def load_image_processor(config: Config) -> Any:
         processor.size["shortest_edge"] = config.image_min_pixels
     if config.image_max_pixels is not None:
         processor.size["longest_edge"] = config.image_max_pixels
+    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if least > most:
+        raise ValueError(
+            f"policy.image_min_pixels ({least}) is above policy.image_max_pixels ({most}), so that "
+            "small pictures become larger than large ones; where a key is null, the number is that "
+            f"of the image processor of {config.model_path}"
+        )
     return processor
 
 
