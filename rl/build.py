@@ -292,11 +292,13 @@ def claims(resolved: Resolved) -> list[Claim]:
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:
-    """Iterations of the whole run; `num_samples` is the training mixture's length."""
+    """Iterations of the whole run, so many that every row of `num_epochs` epochs is drawn;
+    `num_samples` is the training mixture's length."""
     if config.num_iterations is not None:
         return config.num_iterations
     assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
-    return max(1, round(config.num_epochs * num_samples / config.prompts_per_iteration))
+    # `round` removes what binary fractions add: 0.28 x 100 is a little above 28.
+    return math.ceil(round(config.num_epochs * num_samples / config.prompts_per_iteration, 9))
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:

@@ -47,6 +47,10 @@ def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> 
     def open_in(tried_mode: Mode) -> None:
         runs.append(_init(wandb, tried_mode, run_dir, config))
 
+    def show_config() -> None:
+        # Without `allow_val_change` one key that a resume changed keeps the whole old config.
+        runs[0].config.update(dict(scrubbed), allow_val_change=True)
+
     def write(row: Mapping[str, Any], iteration: int) -> None:
         runs[0].log({**row, "iteration": iteration})
 
@@ -56,7 +60,7 @@ def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> 
 
     for tried_mode in _ORDER[_ORDER.index(mode) : -1]:
         if attempt(f"init {tried_mode}", partial(open_in, tried_mode)):
-            attempt("config", lambda: runs[0].config.update(dict(scrubbed)))
+            attempt("config", show_config)
             return ServicePage("wandb", wandb, write, finish, summarize=runs[0].summary.update)
         # wandb's helper process keeps the id "in use" after a failed start.
         attempt("teardown", wandb.teardown)

@@ -225,6 +225,9 @@ def test_epochs_become_iterations(tmp_path: Path) -> None:
     config = config_of(tmp_path, num_iterations=None, num_epochs=3)
     assert build.num_iterations(config, num_samples=10) == 8, "30 prompts in batches of 4"
     assert build.num_iterations(config, num_samples=1) == 1
+    assert build.num_iterations(config, num_samples=11) == 9, "the last 33 - 8 x 4 are drawn, too"
+    part = config_of(tmp_path, num_iterations=None, num_epochs=0.28)
+    assert 0.28 * 100 / 4 > 7 and build.num_iterations(part, num_samples=100) == 7
     assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
 
 
