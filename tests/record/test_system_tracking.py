@@ -16,7 +16,7 @@ from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
-from rl.trackers import tracker_page
+from rl.trackers import tracker_page, wandb_page
 from rl.trackers.tracker_page import BeforeAfter
 from rl.trackers.tracking import Tracker
 from rl.trackers.wandb_page import allowed_by_env, page_id
@@ -73,6 +73,21 @@ def test_an_offline_page_has_scalars_table_and_config_but_no_key(tmp_path, monke
         if path.is_file():
             data = path.read_bytes()
             assert KEY.encode() not in data and b"hunter2" not in data, path
+
+
+@pytest.mark.slow
+def test_a_resumed_page_shows_the_new_config(tmp_path, monkeypatch):
+    """Here the page's earlier config has another seed, as wandb's server gives it on a resume."""
+    init, runs = wandb_page._init, []
+
+    def resumed(*args: Any) -> Any:
+        runs.append(init(*args))
+        runs[0].config.update({"seed": 1})
+        return runs[0]
+
+    monkeypatch.setattr(wandb_page, "_init", resumed)
+    use(tracker(tmp_path, "offline", seed=3))
+    assert runs[0].config["seed"] == 3 and runs[0].config["run_name"] == "tiny"
 
 
 @pytest.mark.slow
