@@ -22,7 +22,7 @@ from rl import build
 from rl.check_gpu.gpu_renderers import Forward, edit_step, small_parts, step_21
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
-from rl.learner.learner import Learner
+from rl.learner.learner import NUM_MEASURED, Learner
 from rl.memory import footprint, memory_plan
 
 MAX_RATIO = 1.1
@@ -100,7 +100,7 @@ def policy(setup: Setup) -> Iterator[Line]:
     ids_G = [tuple((5 + g + t) % 200 for t in range(num_tokens)) for g in range(group)]
     _reset_peak(setup.device)
     step = Learner(built, config, bench.dist, num_iterations=10).begin(
-        0, [prompt], [ids_G], [group]
+        NUM_MEASURED, [prompt], [ids_G], [group]
     )
     for micro_batch in step.micro_batches:
         batch, outputs = step.forward(micro_batch)

@@ -22,7 +22,7 @@ from benchmarks.gpu_timing import Bench, Timing
 from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.api.types import Prompt, TrainSequence
 from rl.check_gpu.lines import Line, Setup, measured, skipped
-from rl.learner.learner import Learner
+from rl.learner.learner import NUM_MEASURED, Learner
 from rl.meter.flops import prefix_tree_pairs
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.shared.logprobs import token_logprobs
@@ -121,7 +121,7 @@ class StepRunner:
     def step(self) -> None:
         """Trains on the next group."""
         prompt, ids_G = next(self._turns)
-        train_step = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
+        train_step = self.learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
         for micro_batch in train_step.micro_batches:
             batch, outputs = train_step.forward(micro_batch)
             self.policy.decode_actions(micro_batch.rows, batch, outputs)

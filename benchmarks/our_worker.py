@@ -121,8 +121,11 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
 
 
 def _watch(link: Link) -> None:
+    from rl.learner import learner
     from rl.learner.train_step import TrainStep
 
+    # The first iterations of a run take one forward more. A usual iteration is measured.
+    learner.NUM_MEASURED = 0
     meter = link.meter
     watch_models(meter)
     meter.watch_phases()

@@ -28,7 +28,7 @@ from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSamp
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
-from rl.learner.learner import Learner
+from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.step_metrics import LearnerMetrics
 from rl.memory import footprint, memory_plan
 from rl.ranks import heartbeat
@@ -146,7 +146,8 @@ def _iteration(
         bare_P,
     )
     sizes_P = [len(completions_G) for completions_G in completions_PG]
-    step = learner.begin(0, prompts_P, sampled.token_ids, sizes_P)
+    # Earlier iterations run one forward more, which reads values.
+    step = learner.begin(NUM_MEASURED, prompts_P, sampled.token_ids, sizes_P)
     rewards = {
         name: _StubReward(_parts_of(config, name))
         for name, plugin in resolved.rewards.items()
