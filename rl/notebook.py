@@ -175,8 +175,9 @@ class LoadedRun:
         return Table(reading.named_rows(self.folder / "metrics.jsonl", "iteration")[0])
 
     def episodes(self, iterations: int | Iterable[int] | None = None) -> Table[Row]:
-        """The training completions of one iteration, of several (`range(10, 20)`), or of all.
-        A run keeps the pictures of some groups."""
+        """The training completions of one iteration, of several (`range(10, 20)`, of which some may
+        be missing), or of all. A run keeps the pictures of some groups. Raises ValueError if that
+        one iteration was not recorded."""
         files = reading.episode_files(self.folder)
         return Table(
             _row(record, number, self.folder)
@@ -186,7 +187,8 @@ class LoadedRun:
         )
 
     def held_out(self, iterations: int | Iterable[int] | None = None) -> Table[Row]:
-        """The held-out samples of one of the `evaluations`, of several, or of all."""
+        """The held-out samples of one of the `evaluations`, of several, or of all. Raises
+        ValueError if there is no such evaluation."""
         folders = reading.evaluation_folders(self.folder)
         return Table(
             _row({"sample_id": record["id"], **record}, number, folders[number])
@@ -197,7 +199,10 @@ class LoadedRun:
 
 def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) -> list[int]:
     if isinstance(iterations, int):
-        iterations = [iterations]
+        if iterations not in known:
+            there = f"{len(known)} from {min(known)} to {max(known)}" if known else "none"
+            raise ValueError(f"nothing is recorded of iteration {iterations}; recorded: {there}")
+        return [iterations]
     return [number for number in (known if iterations is None else iterations) if number in known]
 
 

@@ -34,9 +34,11 @@ from rl.report.summary import INTERVAL, Change, changes_of
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
-REWARD = ("rewards.", "final_reward.", "evaluation.temperature.", "evaluation.top_k.")
+REWARD = ("rewards.", "evaluation.temperature.", "evaluation.top_k.")
 JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")
 """Config keys that decide what a held-out reward means, each with all below it."""
+SUM = "final_reward."
+"""Keys that decide how the parts of a reward are summed, not what they mean."""
 OF_A_CONTROL = {"seed", "algorithm.shuffle_rewards"}
 """Config keys in which a run's control may differ from it."""
 SCRIPTS = ("base.js", "charts.js", "compare.js")
@@ -113,10 +115,14 @@ def compare(run: Path, other: Path) -> Comparison:
     if len(shared) < max(len(theirs.records), len(ours.records)):
         sizes = f"{len(theirs.records)} and {len(ours.records)}"
         result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
-    result.changes = changes_of(theirs.records, ours.records)
     result.parts = changes_of(
         theirs.records, ours.records, _parts, lambda row, name: _parts(row).get(name)
     )
+    if sums := [escaped(row["key"], 60) for row in rows if row["key"].startswith(SUM)]:
+        text = f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
+        result.notes.append(text)
+        return result
+    result.changes = changes_of(theirs.records, ours.records)
     gains = []
     for old, new in ((theirs.records[name], ours.records[name]) for name in shared):
         before, after = number(old.get("reward")), number(new.get("reward"))

@@ -116,6 +116,24 @@ def test_runs_of_other_data_judge_or_noise_are_not_compared(
     assert holds(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
 
 
+def test_runs_whose_reward_is_another_sum_are_compared_part_by_part(
+    tmp_path: Path, capsys: Any
+) -> None:
+    ours, theirs = make(tmp_path / "a", OURS), make(tmp_path / "b", THEIRS)
+    change_config(theirs, final_reward={"op": "weighted_sum", "weights": {"r": 2.0}})
+    result = compare(ours, theirs)
+    assert result.reasons == [] and result.changes == [] and result.best == []
+    [part] = result.parts
+    assert part.name == "r/part"
+    assert part.gain == pytest.approx(10 * (np.mean(OURS) - np.mean(THEIRS)))
+    assert report.main([str(ours), "--against", str(theirs)]) == 0
+    out = capsys.readouterr().out
+    assert holds(out, "different sums (final_reward.op, final_reward.weights.r): only ... r/part")
+    assert "NOT COMPARABLE" not in out
+    page = (ours / "report/compare.html").read_text("utf-8")
+    assert holds(page, "different sums ... r/part") and 'class="all"' not in page
+
+
 def make_curve(folder: Path, curve: list[float], control: bool = True, **sections: Any) -> Path:
     """A run of another seed than every other one, with these held-out rewards."""
     make(folder, OURS, noise_seed=folder.name)

@@ -60,6 +60,10 @@ def test_a_run_is_read_as_tables(tmp_path: Path) -> None:
     per_iteration = tiny_report.NUM_GROUPS * tiny_report.NUM_COMPLETIONS
     assert len(run.episodes()) == 4 * per_iteration
     assert len(run.episodes(3)) == len(run.episodes([2, 99])) == per_iteration
+    with pytest.raises(ValueError, match="of iteration 99; recorded: 4 from 1 to 4"):
+        run.episodes(99)
+    with pytest.raises(ValueError, match="of iteration 3; recorded: 2 from 0 to 4"):
+        run.held_out(3)
     row = run.episodes(3)[0]
     assert (row.iteration, row.rank, row.member, row.bare_reward) == (3, 0, 0, 0.125)
     record = tiny_report.episode(3, 0, 0)
