@@ -41,6 +41,7 @@ from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
+from rl.run.environment import record_environment
 from rl.run.judge_gate import judge_passed
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
@@ -97,6 +98,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
         loading_progress.note("")
+        record_environment(config.run_dir, done, dist)
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         resolved, keeps_start = with_start(resolved, newest, dist)
         policy = build.build_policy(resolved, dist, keeps_start)

@@ -1,0 +1,67 @@
+"""A run records what it ran on, and a resume under something else names it."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tiny_loop import rows_of
+from tiny_messages import holds
+
+from rl.ranks.dist import Dist
+from rl.run import environment
+from rl.run.environment import FILE, record_environment
+
+
+class Second(Dist):
+    """The main rank of two, of which the other has a GPU."""
+
+    def gather(self, value: str) -> list[str]:
+        return [value, "GPU X"]
+
+
+def test_a_resume_under_other_versions_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for done in (0, 3):
+        record_environment(tmp_path, done, Dist())
+    [first, second] = rows_of(tmp_path / FILE)
+    assert first["iterations_done"] == 0 and second == {**first, "iterations_done": 3}
+    assert first["torch"] == version("torch") and first["devices"] and "driver" not in first
+    assert not capsys.readouterr().err
+
+    (tmp_path / "nvidia").write_text("NVRM version: NVIDIA UNIX x86_64  575.57.08  Release\n")
+    monkeypatch.setattr(environment, "_DRIVER", tmp_path / "nvidia")
+    monkeypatch.setattr(environment, "PACKAGES", {"torch"})
+    monkeypatch.setattr(environment, "_code", lambda: "another commit")
+    record_environment(tmp_path, 4, Second())
+    parts = (
+        f"code {first['code']} -> another commit, driver absent -> 575.57.08, devices "
+        f"{first['devices']} -> ... GPU X"
+    )
+    assert holds(capsys.readouterr().err, parts)
+    record_environment(tmp_path, 5, Second())
+    assert not capsys.readouterr().err, "named once"
+
+
+def test_the_code_is_a_commit_or_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert environment._code() == version("vlm-edit-rl")
+    (tmp_path / ".git").mkdir()
+    assert environment._code() == version("vlm-edit-rl"), "a repository that git does not read"
+    (tmp_path / ".git").rmdir()
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *words]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert environment._code() == commit
+    (tmp_path / "file").write_text("2")
+    assert environment._code() == f"{commit}-dirty"
