@@ -16,6 +16,13 @@ NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
 SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
 """Keys of ours in `auto_mapping`. PEFT 0.21 ignores them there; elsewhere it logs a warning."""
 
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "use_rslora": False, "use_dora": False, "lora_bias": False,
+    "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
+}  # fmt: skip
+"""A LoRA on linear layers that are all scaled by alpha / r: what policy and engine compute."""
+
 
 @dataclass(frozen=True)
 class Base:
@@ -52,13 +59,22 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 
 
 def read_config(adapter: Path) -> dict[str, Any]:
-    """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one."""
+    """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one, and for
+    an adapter that is no plain LoRA."""
     file = adapter / ADAPTER_CONFIG
     config = read_object(file)
     if config is None:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
     if config.get("megatron_config"):  # PEFT then imports the module that the file names
         raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
+    odd = [key for key, plain in PLAIN.items() if config.get(key) and config[key] != plain]
+    if odd:
+        found = ", ".join(f"{key}: {config[key]!r:.80}" for key in odd)
+        remedy = "merge it into its base model (PEFT's `merge_and_unload`), and start from that"
+        if odd == ["use_rslora"]:
+            alpha = config.get("lora_alpha", 8) * config.get("r", 8) ** 0.5
+            remedy = f"set use_rslora to false and lora_alpha to {alpha:g}, which is the same"
+        raise ValueError(f"{file} is of no plain LoRA ({found}); {remedy}")
     mapping = config.get(MAPPING)
     number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
