@@ -86,7 +86,7 @@ def update(
 
 def _sequence_of(graded: Graded) -> TrainSequence:
     loss_mask, logprobs = graded.loss_mask, graded.sampler_logprobs
-    return TrainSequence(loss_mask, graded.advantage, logprobs, graded.counted)
+    return TrainSequence(loss_mask, graded.advantage, logprobs, graded.counted, graded.advantage)
 
 
 def make_sequences(

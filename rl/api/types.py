@@ -311,6 +311,8 @@ class TrainSequence:
     """[T] nats, from the engine."""
     counted: bool = True
     """Whether the loss's denominators count this sequence; False: only its KL is in the loss."""
+    excess: float = 0.0
+    """Its reward minus the group's mean: the way in which its log-prob should move."""
 
 
 Row = tuple[Prompt, Sequence[int]]

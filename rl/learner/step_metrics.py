@@ -124,7 +124,7 @@ class LearnerMetrics:
 
     def add_rise(self, products: Sequence[float], dist: Dist) -> None:
         """Add `policy/rise` and its standard error. `products`: nats, one per completion of this
-        rank with an advantage. Collective."""
+        rank whose reward differs from its group's mean. Collective."""
         total, squares, num = dist.sum_floats(
             [sum(products), sum(x * x for x in products), len(products)]
         )

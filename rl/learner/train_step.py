@@ -96,7 +96,7 @@ class TrainStep:
     """`Backend.step`, called with (learning rate, gradient scale)."""
     measures_rise: bool = False
     """Whether to measure, by one more forward, if the first step moves the log-probs the way that
-    the advantages point."""
+    the rewards point."""
     _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_kept_tokens: int = 0
@@ -105,8 +105,10 @@ class TrainStep:
     _reference: dict[Member, list[float]] = field(default_factory=dict)
     _sequences: dict[Member, TrainSequence] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
-    _trained: list[tuple[MicroBatch, tuple[Member, ...], LossInputs]] = field(default_factory=list)
-    """The backwards of the first step, if it `measures_rise`."""
+    _trained: list[tuple[MicroBatch, tuple[Member, ...], torch.Tensor, torch.Tensor]] = field(
+        default_factory=list
+    )
+    """The backwards of the first step, if it `measures_rise`: rows, log-probs and loss mask."""
 
     def __post_init__(self) -> None:
         self._learner_metrics = LearnerMetrics(self.dist.device)
@@ -322,8 +324,8 @@ class TrainStep:
         if algorithm.kl_coeff:
             reference = in_order(self._reference).masked_fill(~inputs.mask, 0.0)
         if self.measures_rise:
-            before = replace(inputs, logprobs=inputs.logprobs.detach())
-            self._trained.append((micro_batch, kept.members, before))
+            before = inputs.logprobs.detach()
+            self._trained.append((micro_batch, kept.members, before, inputs.mask))
         loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
@@ -352,16 +354,18 @@ class TrainStep:
             )
 
     def _measure_rise(self) -> None:
-        """Measure advantage x (log-prob after the step - before it) of the trained completions. To
-        first order its mean is positive for any step along the policy gradient. Collective."""
+        """Measure (reward - its group's mean) x (log-prob after the step - before it) of the rows.
+        Its mean is positive for a small step along the policy gradient. With rewards, not
+        advantages, so that a wrong sign of the latter shows. Collective."""
         if not self.measures_rise:
             return
         self.measures_rise = False
         products: list[float] = []
-        for micro_batch, members, inputs in self._trained:
+        for micro_batch, members, before, mask in self._trained:
             _, outputs = self._run(micro_batch, members, keep=False)
-            moved_B = (outputs.logprobs - inputs.logprobs).mul(inputs.mask).sum(1)
-            products += (inputs.advantages[:, 0] * moved_B).tolist()
+            moved_B = (outputs.logprobs - before).mul(mask).sum(1).tolist()
+            sequences_B = [self._sequences.get(member) for member in members]
+            products += [s.excess * x for s, x in zip(sequences_B, moved_B, strict=True) if s]
         self._trained.clear()
         self._learner_metrics.add_rise([x for x in products if x], self.dist)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from rl.algorithm.grpo import RewardMoments, group_advantages, reward_moments
 from rl.api.policy import Policy
@@ -82,7 +83,12 @@ class Advantages:
         sequences_G = train_sequences(
             self._config, self._policy, self._iteration, episodes_G, advantages_G
         )
-        return GradedGroup(p, episodes_G, advantages_G, sequences_G)
+        mean = fmean([reward for reward in rewards_G if reward is not None] or [0.0])
+        marked_G = [
+            None if sequence is None or reward is None else replace(sequence, excess=reward - mean)
+            for sequence, reward in zip(sequences_G, rewards_G, strict=True)
+        ]
+        return GradedGroup(p, episodes_G, advantages_G, marked_G)
 
 
 def train_sequences(

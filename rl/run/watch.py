@@ -235,8 +235,8 @@ def downwards(last: Sequence[Trained]) -> str:
     if rise >= -NUM_ERRORS * error:
         return ""
     return (
-        "learning points downwards: the optimizer step made completions with a positive advantage "
-        "less likely, or those with a negative one more likely (advantage x change of the "
+        "learning points downwards: the optimizer step made completions with a reward above their "
+        "group's mean less likely, or those below it more likely (excess of reward x change of the "
         f"log-prob: {rise:.2g} +- {error:.1g} nats, policy/rise). The sign of the advantages or of "
         "the loss is wrong, or the trained rows are not those that were graded"
     )

@@ -289,10 +289,10 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_rise_is_advantage_times_the_change_of_the_log_prob(
+def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
     folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch, sign: float
 ) -> None:
-    """`sign` -1: the loss has the wrong sign, which the advantages do not show."""
+    """`sign` -1: the loss has the wrong sign. The excess of reward is set to the advantage here."""
     learner = make_learner(folder, learning_rate=1e-4)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)

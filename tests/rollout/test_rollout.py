@@ -274,6 +274,13 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     assert size_text([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
 
 
+@pytest.mark.parametrize("scale", ["none", "group_std"])
+def test_a_sequence_knows_how_far_its_reward_is_above_the_mean(scale: str) -> None:
+    config = run_config(algorithm={"advantage_scale": scale})
+    [group] = Advantages(config, Speller(), 0, Dist()).add(0, graded(0.1, 0.9, 0.2))
+    assert [s.excess for s in group.sequences if s] == pytest.approx([-0.3, 0.5, -0.2])
+
+
 def test_a_control_run_shuffles_rewards_between_episodes() -> None:
     config = run_config(algorithm={"shuffle_rewards": True, "advantage_scale": "none"})
     episodes_PG = [graded(*[0.1 * g + p for g in range(8)]) for p in range(2)]
