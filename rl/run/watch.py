@@ -13,6 +13,7 @@ from rl.algorithm.grpo import SPREAD_TOLERANCE
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import RunConfig
 from rl.run.exploits import ExploitWatch
+from rl.run.paired import NUM_ERRORS
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -43,8 +44,9 @@ of 0.008 and 0.002."""
 MISMATCH_GROWTH = 10
 """The limit of k3 is this many times the k3 of the run's first iteration, whose completions were
 sampled before the first update, within the range above."""
-NUM_ERRORS = 3.0
-"""Standard errors beyond which a difference is not chance."""
+MISMATCHED = 2
+"""Iterations beyond the limit that are no transient: a fault that begins with the first update is
+named in the third."""
 
 Range = tuple[float, float, int]
 """(lowest, highest, number) of a reward's values."""
@@ -283,12 +285,12 @@ def mismatch(last: Sequence[Trained], dtype: str, first: Sequence[Mapping[str, f
     least, most, min_ess = MISMATCH_LIMITS[dtype]
     first_k3 = next((line["mismatch/k3"] for line in first if "mismatch/k3" in line), 0.0)
     max_k3 = min(most, max(least, MISMATCH_GROWTH * first_k3))
-    k3, ess = _values(last, "mismatch/k3")[-SEVERAL:], _values(last, "mismatch/ess")[-SEVERAL:]
-    if len(k3) < SEVERAL or (min(k3) <= max_k3 and max(ess) >= min_ess):
+    k3, ess = (_values(last, f"mismatch/{name}")[-MISMATCHED:] for name in ("k3", "ess"))
+    if len(k3) < MISMATCHED or (min(k3) <= max_k3 and max(ess) >= min_ess):
         return ""
     return (
         f"the inference engine does not sample from the trained policy: in each of the last "
-        f"{SEVERAL} iterations their log-probs differ by more than rounding in {dtype} explains "
+        f"{MISMATCHED} iterations their log-probs differ by more than rounding in {dtype} explains "
         f"(mismatch/k3 {k3[-1]:.2g} nats, limit {max_k3:.2g}; mismatch/ess {ess[-1]:.3f}, limit "
         f"{min_ess:g}). Adapter weights may arrive scaled, late or in part, or the engine "
         "samples at another temperature or sees other pictures: compare with engine.type "
