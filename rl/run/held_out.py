@@ -41,7 +41,7 @@ def score(
     nums_P = [len(completions_G) for completions_G in completions_PG]
     forwards: Forwards
     if learner is not None:
-        forwards = learner.begin(0, prompts_P, sampled.token_ids, nums_P, trains=False)
+        forwards = learner.begin(0, prompts_P, sampled.token_ids, nums_P, False)
     else:
         forwards = Inference(
             context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P

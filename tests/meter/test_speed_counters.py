@@ -216,8 +216,9 @@ def test_an_iteration_of_the_editor_reads_and_encodes_each_source_once(tmp_path:
 
 
 def test_an_evaluation_of_the_editor_reads_and_encodes_each_source_once(tmp_path: Path) -> None:
-    """Each source is read and encoded once, with guidance, for five renderings: the policy's words,
-    the user's, the reference ones and two of the stock arm. The negative prompt is read twice:
+    """Each source is read and encoded once, with guidance, for eight renderings: the policy's
+    words, the user's, the reference ones, two of the stock arm, and three again: the policy's words
+    alone, and both through the forward of training. The negative prompt is read twice:
     with token types, and without them for the arm that gives none."""
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
@@ -232,7 +233,7 @@ def test_an_evaluation_of_the_editor_reads_and_encodes_each_source_once(tmp_path
         run.evaluate_if_due(0)
         assert sum(prepared) == sum(read) == sum(encoded) == 2
         assert len(negative) == 2 * 2
-        assert 2 * 2 < sum(decoded) <= 2 * 5
+        assert 2 * 2 < sum(decoded) <= 2 * 8
 
 
 def test_an_iteration_of_earl_decodes_each_picture_once(tmp_path: Path) -> None:

@@ -154,8 +154,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
 
 @pytest.mark.parametrize(
     ("count", "done"),
-    # The evaluation before training renders three times: completions, references, the stock arm.
-    [("4", 0), pytest.param("6", 2, marks=pytest.mark.campaign)],
+    # The evaluation before training renders seven times: completions, references, the words of its
+    # three samples again (through training's forward, and each alone), the stock arm.
+    [("8", 0), pytest.param("10", 2, marks=pytest.mark.campaign)],
 )
 def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
     models: dict[str, str], uninterrupted: Path, tmp_path: Path, count: str, done: int
