@@ -35,7 +35,8 @@ from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist, is_sharded
 
 NUM_MEASURED = 3
-"""Iterations of a run that measure whether the first step raises what has an advantage."""
+"""So many iterations of a run measure whether their first step raises the log-probs of completions
+whose reward is above their group's mean."""
 
 
 class Learner:
