@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from rl import build
 from rl.check import check_report, run_folder, this_machine
+from rl.check.check_data import check_data
 from rl.check.fetch import fetch_models
 from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
@@ -57,7 +58,8 @@ HELP = {
 }
 CHECK_MARKS = {
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
-    "^nothing is wrong$|^no mistake found.*": "bold green",
+    "^nothing is wrong$|^no mistake found.*above\\)$": "bold green",
+    "^nothing is wrong; .*|^no mistake found.* warnings? above$": "bold yellow",
 }
 SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 """Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""
@@ -102,25 +104,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             text, code = check_report.report(config, config.gpu_gb, args.online)
             command_line.show(text, marks=CHECK_MARKS)
             sys.exit(code)
-        problems += check_report.problems(config)
+        problems += check_report.problems(config, with_data=False)
         problems = problems or _memory_problems(args, config)
         problems = problems or run_folder.create_and_check(config.run_dir)
-        problems = problems or check_report.problems_before_fetching(build.resolve(config))
-        problems = problems or fetch_models(build.resolve(config))
         if problems:
+            raise ConfigError(problems)
+        resolved = build.resolve(config)
+        data = check_data(resolved, is_start=True)
+        problems = data.problems or check_report.judge_problems(resolved, data.most_pictures)
+        if problems := problems or fetch_models(resolved):
             raise ConfigError(problems)
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
         command_line.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    resolved = build.resolve(config)
-    for title, lines in check_report.remarks(resolved).items():
+    for title, lines in check_report.remarks(resolved, data).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):
         _say(line)
     num_ranks = config.world_size // args.nnodes
-    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config, data.checked))
 
 
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
@@ -275,8 +279,13 @@ def _local_path(path: str) -> str:
 
 
 def launch(
-    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None = None
+    args: argparse.Namespace,
+    num_ranks: int,
+    log_dir: Path,
+    config: RunConfig | None = None,
+    checked: Mapping[str, Sequence[int]] | None = None,
 ) -> int:
+    """`checked`: what the start has found in its rows, `RowRules.checked` of the ranks."""
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
@@ -285,7 +294,7 @@ def launch(
     _set_environment(num_ranks, config)
     for retries_left in reversed(range(args.retries + 1)):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
-        ending = _one_start(args, num_ranks, log_dir, config)
+        ending = _one_start(args, num_ranks, log_dir, config, checked or {})
         for line in ending.lines:
             _say(line)
         if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
@@ -310,10 +319,15 @@ def _iterations_on_disk(run_dir: Path) -> int:
 
 
 def _one_start(
-    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None
+    args: argparse.Namespace,
+    num_ranks: int,
+    log_dir: Path,
+    config: RunConfig | None,
+    checked: Mapping[str, Sequence[int]],
 ) -> endings.Ending:
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # mode 0700: private
         notes = Path(folder)
+        (notes / "checked_rows.json").write_text(json.dumps(checked))
         run = partial(_run_ranks, args, num_ranks, log_dir, notes, config)
         try:
             if args.nnodes == 1:
@@ -379,6 +393,7 @@ def _start_ranks(
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(args.nnodes * num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
+            build.CHECKED_ROWS: str(notes / "checked_rows.json"),
         }
         environ = {**os.environ, **rdzv_env, **rank_env}
         processes[rank] = subprocess.Popen(

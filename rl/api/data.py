@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
@@ -24,6 +24,9 @@ def _carried(name: str) -> str:
     return name
 
 
+RowCheck = Callable[[Sample, Sequence[tuple[int, int] | None]], bool]
+"""(a sample without pictures, (width, height) in px of each of its pictures, None if unknown) ->
+whether its prompt is known to be possible. Raises UnusableSampleError if it is not."""
 Carried = Annotated[str, AfterValidator(_carried)]
 
 
@@ -41,16 +44,40 @@ class RowRules:
     """What the error message tells the user to do about a row with too many pictures."""
     keeps_transparency: bool = False
     """True: a transparent source picture stays RGBA. False: it is composited onto white."""
+    check: RowCheck | None = None
+    """Raises UnusableSampleError for a row whose prompt the policy would refuse; None: unknown."""
+    opens: int | None = None
+    """Limit of pictures and other files beside the rows that are opened; None: all. With a limit,
+    `rl check` is reading, and opens the source once."""
+    checked: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Versions of data that this start has checked -> indices of their bad rows."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a source found in its rows when it opened them."""
+
+    warnings: Sequence[str] = ()
+    """What is probably a mistake."""
+    unread: Sequence[str] = ()
+    """What was not looked at."""
+    contents: Sequence[int] = ()
+    """A hash of each row's instruction and source pictures, which only this process can compare."""
+    checked: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """For `RowRules.checked` of another process."""
+    most_pictures: int = 1
+    """Largest number of source pictures of a row."""
 
 
 class DataSource(PluginBase[ConfigT]):
     """A plugin of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False
-    """Whether opening the source takes long or asks another machine. If not, it is opened and some
-    of its rows are read before a run starts."""
+    """Whether opening the source takes long or asks another machine. If not, `rl check` opens it
+    and reads some of its rows."""
     num_skipped: Count = 0
     """Rows left out at the start because they cannot be used."""
+    findings: Findings = Findings()
 
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Once per rank. Raises ValueError, which names file, row and remedy."""
@@ -70,19 +97,9 @@ class DataSource(PluginBase[ConfigT]):
         return frozenset()
 
     @classmethod
-    def count(cls, config: ConfigT) -> Count | None:
-        """Number of rows, bad ones too, without reading all; None if the source must be opened."""
-        return None
-
-    @classmethod
-    def most_pictures(cls, config: ConfigT) -> Count | None:
-        """Limit of source pictures of a sample; None if the source must be opened."""
-        return None
-
-    @classmethod
-    def problems(cls, config: ConfigT, rules: RowRules) -> Iterable[str]:
-        """Problems that can be found before a run starts, without opening a picture."""
-        return []
+    def is_here(cls, config: ConfigT) -> bool:
+        """Whether `rl check` opens the source."""
+        return not cls.reads_much
 
 
 def read_row(source: DataSource, index: int, key: str) -> Sample:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 from typing_extensions import TypeVar
 
+from rl.api.data import RowCheck
 from rl.api.plugin import PlacedConfig, RunPlugin
 from rl.api.types import (
     Action,
@@ -181,9 +182,10 @@ class Policy(RunPlugin[PolicyConfigT]):
         return False
 
     @classmethod
-    def picture_tokens(cls, config: PolicyConfigT, area_px: int) -> int:
-        """Prompt tokens of a square picture of this area; 0: it takes no pictures, or unknown."""
-        return 0
+    def row_check(cls, config: PolicyConfigT, template: PromptTemplate | None) -> RowCheck | None:
+        """Tells without weights for which rows `build_prompt` would raise UnusableSampleError, as
+        for too long a prompt; None: this is not known before the policy is loaded."""
+        return None
 
     @classmethod
     def tiny(cls, folder: str) -> Mapping[str, Any]:

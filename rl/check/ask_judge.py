@@ -13,7 +13,7 @@ from rl.api.judge import Answer, Question
 from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
-from rl.build import Plugin, Resolved, row_rules
+from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.check.dry_run import grade_once, made_up_input
 from rl.console.console import duration
@@ -42,14 +42,20 @@ class JudgeCheck:
 
 
 async def ask_judge(
-    resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
+    resolved: Resolved,
+    api_bases: Sequence[str],
+    wait_s: float,
+    sample: Sample | None = None,
+    num_sources: int = 1,
 ) -> JudgeCheck:
     """Let each reward ask each endpoint about one picture. `wait_s`: time limit of a judge's start.
     `sample`: a row of the run's data, whose source is graded; fields that it lacks are made up.
+    `num_sources`: source pictures of a sample that is made up.
     """
+    reward_input = _reward_input(resolved, sample, num_sources)
     result, down = JudgeCheck(), []
     for base_result in await asyncio.gather(
-        *(_ask_base(resolved, base, wait_s, sample) for base in api_bases)
+        *(_ask_base(resolved, base, wait_s, sample is None, reward_input) for base in api_bases)
     ):
         if isinstance(base_result, JudgeUnreachableError):
             down.append(str(base_result))
@@ -65,7 +71,7 @@ async def ask_judge(
 
 
 async def _ask_base(
-    resolved: Resolved, base: str, wait_s: float, sample: Sample | None
+    resolved: Resolved, base: str, wait_s: float, is_made_up: bool, reward_input: RewardInput
 ) -> JudgeCheck | JudgeUnreachableError:
     # A run waits, e.g. until a quota is renewed; before a run, such a wait is a problem to report.
     config = resolved.config.judge
@@ -79,7 +85,7 @@ async def _ask_base(
         await client.check_health(wait_s)
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
-                await _ask_reward(resolved, plugin, client, base, sample, result)
+                await _ask_reward(plugin, client, base, is_made_up, reward_input, result)
     except JudgeUnreachableError as error:
         return error
     except JudgeError as error:
@@ -90,15 +96,15 @@ async def _ask_base(
 
 
 async def _ask_reward(
-    resolved: Resolved,
     plugin: Plugin[Reward],
     client: JudgeClient,
     base: str,
-    sample: Sample | None,
+    is_made_up: bool,
+    reward_input: RewardInput,
     result: JudgeCheck,
 ) -> None:
     needs = plugin.cls.needs_with(plugin.config)
-    if plugin.cls.runs_model or (sample is None and needs - READABLE):
+    if plugin.cls.runs_model or (is_made_up and needs - READABLE):
         reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
         result.lines.append(f"{plugin.key}: not asked, since it {reason}")
         return
@@ -107,7 +113,6 @@ async def _ask_reward(
     started = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
-            reward_input = _reward_input(resolved, sample)
             output, problems = await grade_once(plugin, Resources(judge, "cpu"), reward_input)
     except TimeoutError:
         reason = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
@@ -167,19 +172,16 @@ class _RecordingJudge:
         return answer
 
 
-def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
-    """The input to grade. Without a `sample`, it has as many sources as a row may have, of noise in
-    the largest size that the judge gets: noise takes about as many PNG bytes as a photo."""
+def _reward_input(resolved: Resolved, sample: Sample | None, num_sources: int) -> RewardInput:
+    """The input to grade. Without a `sample`, it has `num_sources` sources of noise in the largest
+    size that the judge gets: noise takes about as many PNG bytes as a photo."""
     from PIL import Image
 
     side_px = resolved.config.judge.image_side_px
     pixels = random.Random(0).randbytes(side_px * side_px)
     fake = made_up_input(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
     if sample is None:
-        plugins = [*resolved.train, *resolved.validation]
-        limit = max((plugin.cls.most_pictures(plugin.config) or 1 for plugin in plugins), default=1)
-        limit = min(row_rules(resolved).max_pictures or 1, limit)
-        return replace(fake, sample=replace(fake.sample, sources=fake.sample.sources * limit))
+        return replace(fake, sample=replace(fake.sample, sources=fake.sample.sources * num_sources))
     sources = sample.sources or fake.sample.sources
     filled = replace(sample, sources=sources, target=sample.target or fake.sample.target)
     return replace(fake, sample=filled, image=fake.image and (filled.source or fake.image))

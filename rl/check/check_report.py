@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from rl import build
-from rl.api.data import DataSource
 from rl.audit import judge_audit
 from rl.check import compatibility
 from rl.check.ask_judge import START_PATIENCE_S, ask_judge
+from rl.check.check_data import DataReport, check_data
 from rl.check.dry_run import dry_problems, plugins_to_try
 from rl.check.fetch import hub_models, is_offline
 from rl.check.memory_remedies import memory_problems
@@ -38,8 +37,9 @@ from rl.simulation.pool_report import pool_lines
 from rl.text.scrub import remember, scrubbed
 
 
-def problems(config: RunConfig) -> list[str]:
-    """Everything that keeps this config from running, each with its key and remedy."""
+def problems(config: RunConfig, with_data: bool = True) -> list[str]:
+    """Everything that keeps this config from running, each with its key and remedy. `with_data`:
+    its rows, too."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
@@ -47,12 +47,15 @@ def problems(config: RunConfig) -> list[str]:
     if unusable := folder_problems(config.run_dir):
         return unusable
     config_problems = compatibility.compatibility_problems(resolved) + _resume(config)[1]
+    config_problems += check_data(resolved).problems if with_data else []
     return config_problems or dry_problems(resolved)
 
 
-def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
-    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one."""
+def remarks(resolved: build.Resolved, data: DataReport) -> dict[str, list[str]]:
+    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one, and
+    for what is odd about the data."""
     lines_by_title = {
+        "data that is probably not what is meant": data.warnings,
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
@@ -107,6 +110,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     if unusable := folder_problems(config.run_dir):
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
+    data = check_data(resolved)
     num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
     host_gb = host_memory_gb() if has_gpus() else None
     on_host = footprint.host_footprint(resolved, gpu_gb, num_ranks)
@@ -120,7 +124,8 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
             for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
         ],
         "placement": placement.describe(build.claims(resolved)),
-        "batch": _batch_lines(resolved),
+        "batch": _batch_lines(resolved, data.num_rows),
+        "data": data.lines,
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
         f"host memory of a machine with {num_ranks} ranks": (
             _table(on_host) if on_host else ["not planned: see above"]
@@ -129,9 +134,10 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         **({"render pool": pool_lines(resolved)} if config.pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
-        **remarks(resolved),
     }
-    failures = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
+    warnings = remarks(resolved, data)
+    failures = [*compatibility.compatibility_problems(resolved), *data.problems]
+    failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]
     tried_keys = []
     if not failures:
@@ -143,52 +149,53 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         blocks[f"plugins whose code has run, on made-up inputs: {', '.join(tried_keys)}"] = []
     if online and not failures:
         for key, part in resolved.by_judge.items():
-            lines, problems = _asked_now(part) if part.needs_judge else (["no reward asks it"], [])
+            lines, problems = (
+                _asked_now(part, data.most_pictures)
+                if part.needs_judge
+                else (["no reward asks it"], [])
+            )
             blocks[f"{key}, asked now"] = lines
             failures += problems if key == "judge" else [f"{key}: {text}" for text in problems]
-    verdict, code = _verdict(failures, footprint.unknowns(resolved))
+    blocks |= warnings
+    num_warnings = sum(map(len, warnings.values()))
+    verdict, code = _verdict(failures, footprint.unknowns(resolved), num_warnings)
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
 
 
-def problems_before_fetching(resolved: build.Resolved) -> list[str]:
-    """Mistakes that a start would find after it has fetched models: those of rows, of local files
-    first, then of the judge. [] if no model is to be fetched."""
-    if is_offline() or all(is_cached for *_, is_cached in hub_models(resolved)):
-        return []
-    plugins = [*resolved.train, *resolved.validation]
-    try:
-        for plugin in sorted(plugins, key=_is_of_hub):
-            build.build_data(resolved, [plugin])[0].close()
-    except (ValueError, OSError) as error:
-        return [str(error)]
+def judge_problems(resolved: build.Resolved, num_sources: int) -> list[str]:
+    """What a start would find out about the judge after it has fetched models; [] if none is to be
+    fetched. `num_sources`: as in `ask_judge`."""
     main = resolved.by_judge["judge"]
-    return _asked_now(main, START_PATIENCE_S)[1] if main.needs_judge else []
+    if not main.needs_judge or is_offline() or all(known for *_, known in hub_models(resolved)):
+        return []
+    return _asked_now(main, num_sources, START_PATIENCE_S)[1]
 
 
-def _is_of_hub(plugin: build.Plugin[DataSource]) -> bool:
-    return not Path(str(getattr(plugin.config, "path", "."))).exists()
-
-
-def _asked_now(resolved: build.Resolved, wait_s: float = 0.0) -> tuple[list[str], list[str]]:
+def _asked_now(
+    resolved: build.Resolved, num_sources: int, wait_s: float = 0.0
+) -> tuple[list[str], list[str]]:
     """(what the judge's endpoints answered, problems). `wait_s`: time limit of a judge's start."""
     judge = resolved.config.judge
     if judge.start_command:
         return ["not asked now: the run starts the judge and then asks it"], []
-    check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s))
+    bases = resolve_api_bases(judge.api_base)
+    check = asyncio.run(ask_judge(resolved, bases, wait_s, num_sources=num_sources))
     return check.lines or ["none answered"], check.problems
 
 
-def _verdict(problems: list[str], unknowns: list[str]) -> tuple[str, int]:
+def _verdict(problems: list[str], unknowns: list[str], num_warnings: int = 0) -> tuple[str, int]:
     if problems:
         return f"{len(problems)} wrong\n{listed(problems)}", 1
+    above = f"; {num_warnings} warning{'s' * (num_warnings > 1)} above" if num_warnings else ""
     if unknowns:
         parts = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
-        return f"no mistake found; whether it fits its GPUs is unknown ({parts}: see above)", 0
-    return "nothing is wrong", 0
+        text = f"no mistake found; whether it fits its GPUs is unknown ({parts}: see above)"
+        return text + above, 0
+    return f"nothing is wrong{above}", 0
 
 
-def _batch_lines(resolved: build.Resolved) -> list[str]:
+def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[str]:
     config, ranks = resolved.config, resolved.config.world_size
     completions = config.prompts_per_iteration * config.generations_per_prompt
     makes_images = resolved.renderer.cls.makes_images
@@ -219,14 +226,15 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
         f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
         f"{'KL reference':<20} {reference}",
-        f"{'whole run':<20} {_length(resolved)}",
+        f"{'whole run':<20} {_length(resolved, num_rows)}",
     ]
 
 
-def _length(resolved: build.Resolved) -> str:
-    """The run's length in iterations and in epochs, if the number of samples is known."""
+def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
+    """The run's length in iterations and in epochs, if the number of samples is known. `num_rows`:
+    that of each data source which has been read."""
     config = resolved.config
-    counts = [plugin.cls.count(plugin.config) for plugin in resolved.train]
+    counts = [num_rows.get(plugin.key) for plugin in resolved.train]
     num_samples = sum(count or 0 for count in counts)
     lengths = {"iterations": config.num_iterations, "epochs": config.num_epochs}
     stated = [f"{number:g} {unit}" for unit, number in lengths.items() if number is not None]

@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rl.api.data import RowRules
-from rl.build import ask_plugin, claims, row_rules
-from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, changed
+from rl.build import ask_plugin, claims
+from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
@@ -53,11 +52,10 @@ def _pool_problems(resolved: Resolved) -> Iterable[str]:
         yield f"render_pool: renderer {resolved.renderer.name} draws nothing; drop render_pool"
 
 
-def _own_problems(plugin: Plugin[Any], context: object) -> Iterable[str]:
-    """Problems that a plugin reports; `context`: the config, or the row rules for a data source."""
-    problems, wrong = ask_plugin(plugin, "problems", context)
-    separator = ": " if isinstance(context, RowRules) else "."
-    yield from (f"{plugin.key}{separator}{problem}" for problem in problems or ())
+def _own_problems(plugin: Plugin[Any], config: RunConfig) -> Iterable[str]:
+    """Problems that a plugin reports."""
+    problems, wrong = ask_plugin(plugin, "problems", config)
+    yield from (f"{plugin.key}.{problem}" for problem in problems or ())
     yield from wrong
 
 
@@ -268,7 +266,7 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _data_problems(resolved: Resolved) -> Iterable[str]:
-    policy, renderer, rules = resolved.policy, resolved.renderer, row_rules(resolved)
+    renderer = resolved.renderer
     if not resolved.train:
         yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
     if resolved.config.evaluation.every_n_iterations and not resolved.validation:
@@ -278,24 +276,10 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
         )
     template = renderer.cls.prompt_template(renderer.config)
     shows_picture = template is not None and template.needs_picture
-    tokens, max_pictures, max_tokens = 0, 0, policy.config.max_prompt_tokens
-    if template and template.image_area_px and resolved.config.data.on_bad_row == "error":
-        tokens, wrong = ask_plugin(policy, "picture_tokens", template.image_area_px)
-        max_pictures = template.max_pictures
-        yield from wrong
     for plugin in [*resolved.train, *resolved.validation]:
-        yield from _own_problems(plugin, rules)
         has_source = "source" in plugin.cls.provides(plugin.config)
         if (shows_picture or renderer.cls.needs_source) and not has_source:
             yield (
                 f"{plugin.key}: renderer {renderer.name} edits pictures, and these samples have no "
                 "source; map a column to it"
-            )
-        declared = plugin.cls.most_pictures(plugin.config)
-        num_pictures = min(int(has_source) if declared is None else declared, max_pictures)
-        if tokens and num_pictures * tokens >= max_tokens:
-            yield (
-                f"{plugin.key}: up to {num_pictures} source pictures of some {tokens} tokens each "
-                f"fill a prompt, and policy.max_prompt_tokens is {max_tokens}; raise it above "
-                f"{num_pictures * tokens}, or lower renderer.policy_image_area_px"
             )

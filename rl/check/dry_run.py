@@ -12,7 +12,7 @@ from rl.api.plugin import Resources
 from rl.api.renderer import drawn_problem
 from rl.api.reward import Reward
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
-from rl.build import Plugin, Resolved, build_data
+from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
 from rl.rollout.grading import scores
@@ -26,8 +26,8 @@ ROWS = ((3, 1.0), (1, -0.5))
 
 
 def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
-    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model,
-    and data sources that read little. Rewards that read hidden keys and renderers that read hidden
+    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model.
+    Rewards that read hidden keys and renderers that read hidden
     states are left out: the keys and the width of the states are unknown."""
     renderer = resolved.renderer.cls
     skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
@@ -38,7 +38,6 @@ def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
             if not (plugin.cls.needs_judge or plugin.cls.runs_model)
             and not plugin.cls.needs_with(plugin.config) - READABLE
         ),
-        *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
         *([] if skips_renderer else [resolved.renderer]),
     ]
 
@@ -50,16 +49,8 @@ def dry_problems(resolved: Resolved) -> list[str]:
         if issubclass(plugin.cls, Reward):
             inputs = made_up_input(resolved)
             problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
-        elif plugin is resolved.renderer:
-            problems += _renderer_problems(plugin, made_up_input(resolved).sample)
         else:
-            try:
-                [source] = build_data(resolved, [plugin])
-            except ValueError as error:
-                problems += str(error).split("\n")
-                continue
-            label = f"{plugin.key}: closing {plugin.name}"
-            problems += find.attempt(label, plugin.cls.close, source.close)[1]
+            problems += _renderer_problems(plugin, made_up_input(resolved).sample)
     return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 

@@ -20,7 +20,7 @@ from rl.check.this_machine import gpus
 from rl.config.messages import nearest
 from rl.config.paths import not_a_file
 from rl.config.schema import load_config
-from rl.data.shared.jsonl import read_lines, read_rows
+from rl.data.shared.jsonl import Lines
 from rl.files.atomic import write_atomically
 from rl.text import command_line, terminal
 
@@ -217,7 +217,7 @@ def _data(args: argparse.Namespace, system: System) -> list[str]:
     default, question = ("", "") if system.can_split else (None, "held-out data")
     held_out = answer(args, "held_out", default, question)
     is_jsonl = train.endswith(".jsonl")
-    rows = read_rows(read_lines(Path(train)), train)[0] if is_jsonl else []
+    rows = list(Lines([Path(train)]).readable()) if is_jsonl else []
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
     more, splits = "", ("", "")
     if system.can_split:

@@ -116,7 +116,7 @@ def tokenize(options: argparse.Namespace) -> None:
         raise ValueError(f"no row is left, e.g. {reasons[0]}")
     content = {"prefix": str(feature_dir.resolve()), "path_list": entries}
     write_atomically(list_dir / "tokenized_datalist.json", json.dumps(content))
-    num_left_out = rows.num_skipped + len(reasons)
+    num_left_out = len(rows.bad) + len(reasons)
     print(f"{list_dir / 'tokenized_datalist.json'}: {len(entries)} edits, {num_left_out} left out")
 
 
@@ -132,17 +132,13 @@ def open_rows(options: argparse.Namespace) -> Rows:
         hidden_optional=True,
     )
     config = hf_dataset.Config(
-        type="hf_dataset",
-        path=options.dataset_name,
-        split=options.split,
-        columns=columns,
-        picture_check="exists",
+        type="hf_dataset", path=options.dataset_name, split=options.split, columns=columns
     )
     remedy = "EARL's models read one picture: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
     rows = hf_dataset.HfDataset.read(config, rules)
     try:
-        rows.keep_good()
+        rows.check()
     except BadRowError as error:
         message = str(error).replace("data.on_bad_row: 'skip'", "--on-bad-row skip")
         raise ValueError(message) from error

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rl.api.data import RowRules
-from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
-from rl.data.shared.sample_rows import Rows, RowsConfig
+from rl.data.shared.jsonl import Lines
+from rl.data.shared.sample_rows import Rows, RowsConfig, RowsSource
 
 
 class Config(RowsConfig):
@@ -17,17 +16,20 @@ class Config(RowsConfig):
     """The file; a relative path starts at the working directory."""
 
 
-class EditJsonl(LinesSource[Config]):
+class EditJsonl(RowsSource[Config]):
     """The edits of one JSONL file, as samples."""
-
-    @classmethod
-    def files(cls, config: Config) -> Sequence[Path]:
-        return [Path(config.path)]
 
     @classmethod
     def read(cls, config: Config, rules: RowRules) -> Rows:
         path = Path(config.path)
-        objects, numbers, unreadable = read_rows(read_lines(path), str(path))
-        folder = Path(config.image_folder) if config.image_folder else path.parent
-        check = config.picture_check
-        return Rows(objects, numbers, str(path), config.columns, folder, rules, unreadable, check)
+        lines = Lines([path])
+        return Rows(
+            lines,
+            lines.numbers,
+            str(path),
+            config.columns,
+            Path(config.image_folder) if config.image_folder else path.parent,
+            rules,
+            config.picture_check,
+            version=lines.version,
+        )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.api.plugin import unread
 from rl.config.paths import FOLDER, GONE, not_a_file
-from rl.data.shared.jsonl import read_lines, read_rows
+from rl.data.shared.jsonl import Lines
 from rl.data.shared.sample_rows import MAX_SHOWN, SEVERAL, BadRowError, Rows, RowsConfig, RowsSource
 from rl.text.untrusted import excerpt
 
@@ -43,43 +43,10 @@ class HfDataset(RowsSource[Config]):
     """One split as samples."""
 
     @classmethod
-    def count(cls, config: Config) -> int | None:
-        """Rows of a parquet file, bad ones included; None if counting needs the set opened."""
+    def is_here(cls, config: Config) -> bool:
         path = Path(config.path)
-        if path.suffix != ".parquet" or not_a_file(path) or "[" in config.split:
-            return None
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            num_rows: int = parquet.read_metadata(path).num_rows
-        except (ArrowInvalid, OSError):
-            return None
-        return num_rows
-
-    @classmethod
-    def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """Problems found without `datasets`: a missing path; columns that a parquet file lacks."""
-        path = Path(config.path)
-        why = not_a_file(path)
-        if why == GONE:
-            may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
-            return [] if may_be_hub_id and config.path[0] not in "./~" else [_not_found(config)]
-        if why not in ("", FOLDER):
-            return [
-                f"{excerpt(config.path, MAX_SHOWN)} {why}; give a data set's file, folder or id"
-            ]
-        try:
-            if not why:
-                _builder(path)
-            if path.suffix == ".parquet":
-                import pyarrow.parquet
-
-                _require_columns(config, pyarrow.parquet.read_schema(path).names)
-        except (BadRowError, OSError) as error:
-            return [str(error)]
-        except ValueError as error:  # pyarrow's complaint about a file that is not parquet
-            return [f"{path}: {error}"]
-        return []
+        is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
+        return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
@@ -90,34 +57,43 @@ class HfDataset(RowsSource[Config]):
     @classmethod
     def read(cls, config: Config, rules: RowRules) -> Rows:
         """The split's rows."""
-        if problems := cls.problems(config, rules):  # at once; the hub is asked for a minute
-            raise BadRowError(problems[0])
         path = Path(config.path)
-        origin = f"{config.path}[{config.split}]"
+        why = not_a_file(path)
+        if why == GONE and cls.is_here(config):
+            raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
+        if why not in ("", FOLDER, GONE):
+            shown = excerpt(config.path, MAX_SHOWN)
+            raise BadRowError(f"{shown} {why}; give a data set's file, folder or id")
         rows: Sequence[Mapping[str, Any]]
-        unreadable: list[str] = []
-        if path.suffix == ".jsonl" and path.is_file() and "[" not in config.split:
+        if not why and path.suffix == ".jsonl" and "[" not in config.split:
             # `datasets` would reject the whole file because of one unreadable line.
-            lines = enumerate(line for _, line in read_lines(path))
-            objects, numbers, unreadable = read_rows(lines, origin)
-            names = list(dict.fromkeys(key for row in objects for key in row))
-            if objects:
-                _require_columns(config, names)
-            # As in a table, every row has every column.
-            rows = [{name: row.get(name) for name in names} for row in objects]
+            rows = lines = Lines([path])
+            lines.nulls = dict.fromkeys(_required(lines, config))  # as in a table
+            numbers: Sequence[int] = lines.numbers
+            version, keys = lines.version, set()
         else:
             dataset = _open(config)
             _require_columns(config, dataset.column_names)
-            numbers = list(range(len(dataset)))
             needed = {*config.columns.texts(), config.columns.target}
             needed |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
             top_level = needed | {column.split(".")[0] for column in needed}
             names = [column for column in dataset.column_names if column in top_level]
             rows = _UndecodedRows(dataset.select_columns(names))
+            numbers, keys = range(1, len(rows) + 1), set(dataset.column_names)
+            version = dataset._fingerprint
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
-        folder = Path(config.image_folder) if config.image_folder else folder
-        check = config.picture_check
-        return Rows(rows, numbers, origin, config.columns, folder, rules, unreadable, check)
+        return Rows(
+            rows,
+            numbers,
+            f"{config.path}[{config.split}]",
+            config.columns,
+            Path(config.image_folder) if config.image_folder else folder,
+            rules,
+            config.picture_check,
+            id_numbers=range(len(rows)),
+            version=version,
+            keys=keys,
+        )
 
 
 class _UndecodedRows(Sequence[Mapping[str, Any]]):
@@ -183,14 +159,32 @@ def _builder(path: Path) -> str:
     return _BUILDERS[path.suffix]
 
 
-def _require_columns(config: Config, available: Sequence[str]) -> None:
-    """Raises BadRowError for missing columns. Of a nested column 'a.b' only 'a' is checked here."""
-    missing = [
+def _required(lines: Lines, config: Config) -> Iterable[str]:
+    """The columns that every row must have, without their nested parts. Raises BadRowError if no
+    row has one of them."""
+    names: dict[str, None] = {}
+    for row in lines.readable():
+        names |= dict.fromkeys(row)
+        if not _missing(config, names):
+            break
+    else:
+        if names:
+            _require_columns(config, list(names))
+    return {column.split(".")[0] for column in config.columns.read_from(names).required()}
+
+
+def _missing(config: Config, available: Container[str]) -> list[str]:
+    """Required columns that are missing; of a nested column 'a.b' only 'a' is looked for."""
+    return [
         column
         for column in config.columns.read_from(available).required()
         if column not in available and column.split(".")[0] not in available
     ]
-    if missing:
+
+
+def _require_columns(config: Config, available: Sequence[str]) -> None:
+    """Raises BadRowError for missing columns."""
+    if missing := _missing(config, available):
         raise BadRowError(
             f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(available)}. Map them in the source's `columns`."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +10,8 @@ from pydantic import model_validator
 
 from rl.api.data import RowRules
 from rl.api.plugin import FileConfig
-from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
-from rl.data.shared.sample_rows import Columns, Rows
+from rl.data.shared.jsonl import Lines
+from rl.data.shared.sample_rows import Columns, Rows, RowsSource
 
 BUILT_IN = Path(__file__).parent / "prompts"
 """Has one JSONL file per split. Of the 32 prompts of each of eight categories, the last 8 are held
@@ -49,7 +48,7 @@ class Config(FileConfig):
         return self
 
 
-class Prompts(LinesSource[Config]):
+class Prompts(RowsSource[Config]):
     """The prompts as samples."""
 
     @classmethod
@@ -63,13 +62,10 @@ class Prompts(LinesSource[Config]):
     @classmethod
     def read(cls, config: Config, rules: RowRules) -> Rows:
         parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
-        tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
-        objects, numbers, unreadable = (
-            list(chain(*column)) for column in zip(*tables, strict=True)
-        )
+        lines = Lines(cls.files(config), parse)
         columns = Columns(
             instruction=config.prompt_key, source=config.picture_key, source_optional=True
         )
         origin = config.path or f"prompts[{config.split}]"
         folder = Path(config.path).parent
-        return Rows(objects, numbers, origin, columns, folder, rules, unreadable)
+        return Rows(lines, lines.numbers, origin, columns, folder, rules, version=lines.version)

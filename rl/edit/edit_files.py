@@ -19,7 +19,8 @@ from rl.config.messages import validate
 from rl.config.paths import not_a_file
 from rl.config.printing import printable
 from rl.config.schema import RunConfig
-from rl.data.shared.jsonl import read_lines, read_rows
+from rl.data.shared.jsonl import Lines
+from rl.data.shared.sample_pictures import UnusableError
 from rl.edit.editor import (
     OWN_WORDS,
     STOCK,
@@ -113,9 +114,13 @@ def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, st
 
 
 def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
-    rows, numbers, problems = read_rows(read_lines(path), str(path))
-    requests = []
-    for number, values in zip(numbers, rows, strict=True):
+    lines, requests, problems = Lines([path]), [], []
+    for index, number in enumerate(lines.numbers):
+        try:
+            values = lines[index]
+        except UnusableError as error:
+            problems.append(f"{path}, row {number}: {error}")
+            continue
         row, row_problems = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
         problems += [f"{path}, {problem}" for problem in row_problems]
         if row is not None:

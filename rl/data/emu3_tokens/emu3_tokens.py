@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from rl.api.data import DataSource, RowRules
+from rl.api.data import DataSource, Findings, RowRules
 from rl.api.plugin import FileConfig
-from rl.api.types import Sample
+from rl.api.types import Sample, UnusableSampleError
 from rl.config.paths import not_a_file
+from rl.console.progress import counted
 from rl.data.emu3_tokens import token_files
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
 from rl.text.untrusted import excerpt
@@ -83,28 +85,55 @@ class TokenisedEdits(DataSource[Config]):
     def __init__(self, config: Config, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming list and entries."""
         edits = read_list(config.path)
-        bad = dict(edits.missing(edits.entries))
-        if bad and rules.on_bad_row == "error":
-            raise BadRowError(
-                "\n".join(shorten(list(bad.values()))) + "\nPut these files there, or leave their "
-                "entries out with data.on_bad_row: 'skip'."
-            )
-        self.num_skipped = len(bad)
-        self._files = [
-            edits.folder / entry for number, entry in enumerate(edits.entries) if number not in bad
-        ]
         # Category and label are the names of the folders above `[feature/]list/`.
         folders = edits.file.resolve().parent.parts
         folder_names = [name for name in folders if name not in ("list", "feature")]
         dataset, split = ["", *folder_names][-2:]
         self._category = config.category or (dataset if _SPLIT.match(split) else split)
         self._label = f"{dataset}/{split}"
+        files = [edits.folder / entry for entry in edits.entries]
+        entries_hash = hashlib.sha256(json.dumps(edits.entries).encode()).hexdigest()
+        version = f"{config!r} {entries_hash}"
+        bad = rules.checked.get(version)
+        if bad is None:
+            bad = self._check(edits, files, rules)
+        self.num_skipped = len(bad)
+        left_out = set(bad)
+        self._files = [file for number, file in enumerate(files) if number not in left_out]
+        unread = [f"{len(files)} files beside the list; a start reads them"]
+        self.findings = Findings(
+            unread=() if rules.opens is None else unread, checked={version: list(bad)}
+        )
+
+    def _check(self, edits: EditList, files: Sequence[Path], rules: RowRules) -> Sequence[int]:
+        """Numbers of the bad entries, under 'skip'. For `rl check`, only the first files are looked
+        up; else all are read."""
+        bad = dict(edits.missing(edits.entries[: rules.opens and NUM_CHECKED]))
+        if rules.opens is None:
+            with counted(f"edits of {self._label}", len(files)) as progress:
+                for number, file in enumerate(files):
+                    progress.at(number)
+                    try:
+                        if number not in bad:
+                            sample = self._read(file)
+                            if rules.check is not None:
+                                rules.check(sample, ())
+                    except UnusableSampleError as error:
+                        bad[number] = str(error)
+        if bad and rules.on_bad_row == "error":
+            raise BadRowError(
+                "\n".join(shorten(list(bad.values()), len(bad))) + "\nMend these files, or leave "
+                "their entries out with data.on_bad_row: 'skip'."
+            )
+        return sorted(bad)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, index: int) -> Sample:
-        file = self._files[index]
+        return self._read(self._files[index])
+
+    def _read(self, file: Path) -> Sample:
         try:
             edit = token_files.read(file)
         except Exception as error:  # a file may hold anything and raise any error
@@ -123,26 +152,8 @@ class TokenisedEdits(DataSource[Config]):
         return frozenset({"source_codes", "target_codes", "source", "target"})
 
     @classmethod
-    def count(cls, config: Config) -> int | None:
-        """Number of entries, including those whose file is missing; None if there is no list."""
-        try:
-            return len(read_list(config.path).entries)
-        except BadRowError:
-            return None
-
-    @classmethod
-    def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """Problems of the list and of its first files; does not open the files."""
-        try:
-            edits = read_list(config.path)
-            problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
-        except BadRowError as error:
-            return [str(error)]
-        if rules.on_bad_row == "skip" or not problems:
-            return []
-        num_checked = min(NUM_CHECKED, len(edits.entries))
-        summary = f"{edits.file}: {len(problems)} of the first {num_checked} are missing"
-        return [*shorten(problems), summary]
+    def is_here(cls, config: Config) -> bool:
+        return True
 
 
 def read_list(path: str | Path) -> EditList:

@@ -1,48 +1,82 @@
-"""Reads files with one row per line, and makes an error message for each unreadable line."""
+"""Reads files with one row per line; a row is parsed when it is asked for."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl.api.data import RowRules
-from rl.api.plugin import ConfigT
 from rl.config.paths import not_a_file
-from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, RowsSource, shorten
+from rl.data.shared.sample_pictures import UnusableError
+from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError
 from rl.text.untrusted import excerpt
 
 
-def read_rows(
-    lines: Iterable[tuple[int, bytes]], origin: str, parse: Callable[[str], Any] | None = None
-) -> tuple[list[dict[str, Any]], list[int], list[str]]:
-    """(the lines that are objects, their numbers, an error message per unreadable line).
+class Lines(Sequence[Mapping[str, Any]]):
+    """The lines of files that are not blank, as rows.
 
-    `lines`: (number, line); `origin`: name of their file in messages; `parse`: converts a line to a
-    row, None = JSON, where an object with a repeated key is unreadable.
+    The files' bytes stay in memory, so that a file may change while a run reads it; the rows do
+    not, which would take several times as much. Only a line feed ends a line: a value may hold
+    U+2028 and similar characters.
     """
-    parse = parse or partial(json.loads, object_pairs_hook=_unique_keys)
-    objects: list[dict[str, Any]] = []
-    numbers: list[int] = []
-    unreadable: list[str] = []
-    for number, line in lines:
+
+    def __init__(self, files: Sequence[Path], parse: Callable[[str], Any] | None = None) -> None:
+        """`parse`: converts a line to a row; None = JSON, where an object with a repeated key is
+        refused. Raises BadRowError if a file does not exist, is empty or cannot be read."""
+        self._parse = parse or json.JSONDecoder(object_pairs_hook=_unique_keys).decode
+        self.numbers = array("Q")
+        """The number of each row's line in its file, from 1."""
+        self.nulls: Mapping[str, None] = {}
+        """Keys that every row gets."""
+        self._starts = array("Q")
+        contents = [_content(file) for file in files]
+        self._content = b"\n".join(contents)
+        start = 0
+        for file, content in zip(files, contents, strict=True):
+            end, number, num_before = start + len(content), 0, len(self._starts)
+            while start <= end:
+                number += 1
+                stop = self._content.find(b"\n", start, end)
+                stop = end if stop < 0 else stop
+                if not self._content[start:stop].isspace() and stop > start:
+                    self._starts.append(start)
+                    self.numbers.append(number)
+                start = stop + 1
+            if len(self._starts) == num_before:
+                raise BadRowError(f"{file} is empty; write one row per line")
+
+    @property
+    def version(self) -> str:
+        """A hash of the files' bytes."""
+        return hashlib.sha256(self._content).hexdigest()
+
+    def readable(self) -> Iterator[Mapping[str, Any]]:
+        """The rows that can be read."""
+        for index in range(len(self)):
+            with suppress(UnusableError):
+                yield self[index]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raises UnusableError for a line that is no row."""
+        start = self._starts[index]
+        stop = self._content.find(b"\n", start)
         try:
-            row = parse(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            unreadable.append(f"{origin}, row {number}: is not UTF-8; save the file as UTF-8")
-            continue
+            line = self._content[start : None if stop < 0 else stop].strip().decode("utf-8")
+            row = self._parse(line)
+        except UnicodeDecodeError as error:
+            raise UnusableError("is not UTF-8; save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:  # also too long numbers, too deep nesting
-            unreadable.append(f"{origin}, row {number}: is not JSON ({error}); one object per line")
-            continue
+            raise UnusableError(f"is not JSON ({error}); one object per line") from error
         if not isinstance(row, dict):
-            unreadable.append(f'{origin}, row {number}: is not an object {{"key": ...}}')
-            continue
-        objects.append(row)
-        numbers.append(number)
-    return objects, numbers, unreadable
+            raise UnusableError('is not an object {"key": ...}')
+        return {**self.nulls, **row} if self.nulls else row
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -55,59 +89,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """(number counted from 1, line) of every line that is not blank.
-
-    Raises BadRowError if the file does not exist, is empty or cannot be read.
-    """
+def _content(path: Path) -> bytes:
     if why := not_a_file(path):
         raise BadRowError(
             f"{excerpt(str(path), MAX_SHOWN)} {why}; give the file's path (from {Path.cwd()})"
         )
     try:
-        content = path.read_bytes()
+        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise BadRowError(f"{path} cannot be read ({error.strerror})") from error
-    # Only a line feed ends a line: a value may hold U+2028 and similar characters.
-    lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
-    numbered = [(number, line.strip()) for number, line in lines if line.strip()]
-    if not numbered:
-        raise BadRowError(f"{path} is empty; write one row per line")
-    return numbered
-
-
-class LinesSource(RowsSource[ConfigT]):
-    """Rows from files with one row per line."""
-
-    @classmethod
-    @abstractmethod
-    def files(cls, config: ConfigT) -> Sequence[Path]:
-        """The files, in order."""
-
-    @classmethod
-    def count(cls, config: ConfigT) -> int | None:
-        try:
-            return sum(len(read_lines(file)) for file in cls.files(config))
-        except BadRowError:
-            return None
-
-    @classmethod
-    def most_pictures(cls, config: ConfigT) -> int | None:
-        try:
-            return cls.read(config, RowRules()).most_pictures()
-        except BadRowError:
-            return None
-
-    @classmethod
-    def problems(cls, config: ConfigT, rules: RowRules) -> list[str]:
-        """All problems of the rows, without opening a picture; with on_bad_row 'skip' the only
-        problem is that no row is left."""
-        try:
-            rows = cls.read(config, rules)
-        except BadRowError as error:
-            return [str(error)]
-        bad = [problem for _, problem in rows.problems("exists")]
-        problems = shorten([*rows.unreadable, *bad])
-        if rules.on_bad_row == "error":
-            return problems
-        return [f"{rows.origin}: no row is left:", *problems] if len(bad) == len(rows) else []

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rl.api.data import RowCheck
 from rl.api.plugin import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
     Completion,
     Prompt,
+    PromptTemplate,
     Row,
     Sample,
     TokenBatch,
@@ -45,12 +47,7 @@ class Emu3(TrainedPolicy[Config]):
         from rl.policies.shared.trained_module import TrainedModule
 
         super().__init__(config, setup)
-        self.prompts = Emu3Prompts(
-            emu3_loading.load_tokenizer(config),
-            config.assistant_prefill,
-            config.constrained,
-            config.max_prompt_tokens,
-        )
+        self.prompts = self._prompts_of(config)
         picture = self.prompts.vocabulary.picture
         self.image_vocabulary = picture if config.constrained else None
         self.stop_token_ids = (picture.end_of_sequence,)
@@ -69,6 +66,28 @@ class Emu3(TrainedPolicy[Config]):
             self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # ids without a token
         # Adapts layers only: an adapted head could not be projected slice by slice.
         self.module = TrainedModule(self._prepared(model, within=r".*\.layers\..*"), self)
+
+    @staticmethod
+    def _prompts_of(config: Config) -> Emu3Prompts:
+        return Emu3Prompts(
+            emu3_loading.load_tokenizer(config),
+            config.assistant_prefill,
+            config.constrained,
+            config.max_prompt_tokens,
+        )
+
+    @classmethod
+    def row_check(cls, config: Config, template: PromptTemplate | None) -> RowCheck:
+        """The check builds each prompt: the files of Emu3's samples are opened by a start alone."""
+        prompts: list[Emu3Prompts] = []
+
+        def check(sample: Sample, _sizes: object) -> bool:
+            if not prompts:
+                prompts.append(cls._prompts_of(config))
+            prompts[0].prompt(sample)
+            return True
+
+        return check
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:

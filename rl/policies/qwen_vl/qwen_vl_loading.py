@@ -11,7 +11,9 @@ from rl.console.progress import weights_counted
 from rl.policies.shared.model_loading import load_tokenizer
 from rl.policies.shared.policy_base import TrainedPolicyConfig
 
-__all__ = ["Config", "load_image_processor", "load_model", "load_tokenizer"]
+__all__ = ["FILES", "Config", "load_image_processor", "load_model", "load_tokenizer"]
+FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))
+"""Files of which each model has one of each kind: of the tokenizer, of the image processor."""
 
 
 class Config(TrainedPolicyConfig):

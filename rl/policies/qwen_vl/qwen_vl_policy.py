@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cachetools import LRUCache
 
+from rl.api.data import RowCheck
 from rl.api.plugin import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
@@ -19,6 +20,7 @@ from rl.api.types import (
     Completion,
     HiddenStates,
     Prompt,
+    PromptTemplate,
     Row,
     Sample,
     TokenBatch,
@@ -26,9 +28,10 @@ from rl.api.types import (
 )
 from rl.files.adapter_base import Base
 from rl.policies.qwen_vl import qwen_vl_loading
-from rl.policies.qwen_vl.qwen_vl_loading import Config
+from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config
 from rl.policies.qwen_vl.qwen_vl_pictures import Tower
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.qwen_vl.qwen_vl_row_check import QwenRowCheck
 from rl.policies.qwen_vl.qwen_vl_thought import Thinking
 from rl.policies.shared import prompting
 from rl.policies.shared.model_loading import TEXT_FILES, link_files, local_folder
@@ -46,7 +49,6 @@ EMPTY_COMPLETION = Completion((), (), "stop")
 TEXT_POSITIONS = "text_positions"
 """Key of a prompt's `model_inputs`: the prompt is fed without token types, as in diffusers'
 pipelines, and transformers then gives a picture's tokens the positions of text tokens."""
-FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))
 
 
 class QwenVL(TrainedPolicy[Config]):
@@ -102,9 +104,8 @@ class QwenVL(TrainedPolicy[Config]):
         self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
-    def picture_tokens(cls, config: Config, area_px: int) -> int:
-        max_px = area_px if config.image_max_pixels is None else config.image_max_pixels
-        return int(min(area_px, max_px) // cls.slot_px**2)
+    def row_check(cls, config: Config, template: PromptTemplate | None) -> RowCheck:
+        return QwenRowCheck(config, template, cls.slot_px)
 
     @classmethod
     def base(cls, config: Config) -> Base:

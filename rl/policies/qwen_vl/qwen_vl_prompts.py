@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
 MAX_SIDE_SUM = 14.3
 """(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
+
+
+def after_rounding(area_px: int, added_px: int) -> int:
+    """Upper limit of the area of a picture of `area_px`, of a shape that the processor accepts,
+    after rounding adds up to `added_px` to each side. The template may round a thin side up to a
+    whole multiple; the processor's rounding adds at most half a token's side."""
+    return int(area_px + added_px * MAX_SIDE_SUM * area_px**0.5 + added_px**2)
 
 
 class QwenPrompts:
@@ -42,30 +50,43 @@ class QwenPrompts:
         self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
     def prompt(self, sample: Sample, instruction: str) -> Prompt:
-        """The prompt with `instruction` and the sample's pictures. Raises ValueError, with the
-        sample's id, for a missing picture, for too many pictures, and for too long a prompt."""
+        """The prompt with `instruction` and the sample's pictures. Raises UnusableSampleError, with
+        the sample's id, for a missing or unusable picture, for too many pictures, and for too long
+        a prompt."""
         import torch
 
-        template = self._template
-        has_picture = "{image}" in template.text
-        sources = prompting.sources_of(sample, template.max_pictures) if has_picture else ()
-        if self._needs_picture and not sources:
-            raise UnusableSampleError(
-                f"sample {sample.id!r} has no source picture, but the prompt template has one"
-            )
-        try:
-            images = tuple(map(self._sized, sources))
-        except ValueError as error:
-            sizes = ", ".join(f"{source.width}x{source.height}" for source in sources)
-            raise UnusableSampleError(
-                f"sample {sample.id!r}: the image processor refuses a source picture ({sizes} px): "
-                f"{error}; crop it, or drop the sample"
-            ) from error
+        has_picture = "{image}" in self._template.text
+        max_pictures = self._template.max_pictures
+        sources = prompting.sources_of(sample, max_pictures) if has_picture else ()
+        bare = self.without_pictures(sample, instruction, [source.size for source in sources])
+        images = tuple(map(self._sized, sources))
         # One call per picture: `pixel_values` [patches of all, C] and `image_grid_thw` [n, 3].
         processed = [self.image_processor(images=[image], return_tensors="pt") for image in images]
         names = processed[0] if processed else ()
         inputs = {name: torch.cat([features[name] for features in processed]) for name in names}
-        return self._tokenized(sample, instruction, images, inputs)
+        return replace(bare, images=images, model_inputs=inputs)
+
+    def without_pictures(
+        self, sample: Sample, instruction: str, sizes: Sequence[tuple[int, int]]
+    ) -> Prompt:
+        """The prompt with the tokens of pictures of these sizes, (width, height) in px, but without
+        the pictures. Raises UnusableSampleError as `prompt` does."""
+        if "{image}" not in self._template.text:
+            sizes = ()
+        if self._needs_picture and not sizes:
+            raise UnusableSampleError(
+                f"sample {sample.id!r} has no source picture, but the prompt template has one"
+            )
+        try:
+            final_sizes = [self._final_size(*size) for size in sizes]
+        except ValueError as error:
+            given = ", ".join(f"{width}x{height}" for width, height in sizes)
+            raise UnusableSampleError(
+                f"sample {sample.id!r}: the image processor refuses a source picture ({given} px): "
+                f"{error}; crop it, or drop the sample"
+            ) from error
+        lengths = [width * height // self._token_px**2 for width, height in final_sizes]
+        return self._tokenized(sample, instruction, lengths)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
         """Where each picture's tokens are in the hidden states that the renderer reads."""
@@ -85,13 +106,13 @@ class QwenPrompts:
 
     def with_instruction(self, prompt: Prompt, instruction: str) -> Prompt:
         """The same prompt with another instruction; its pictures are not processed again."""
-        return self._tokenized(prompt.sample, instruction, prompt.images, prompt.model_inputs)
+        lengths = self._lengths(prompt.model_inputs if prompt.images else {})
+        bare = self._tokenized(prompt.sample, instruction, lengths)
+        return replace(bare, images=prompt.images, model_inputs=prompt.model_inputs)
 
-    def _tokenized(
-        self, sample: Sample, instruction: str, images: tuple[Image, ...], inputs: Mapping[str, Any]
-    ) -> Prompt:
-        template = prompting.for_pictures(self._template, len(images))
-        lengths = self._lengths(inputs if images else {})
+    def _tokenized(self, sample: Sample, instruction: str, lengths: Sequence[int]) -> Prompt:
+        """The prompt with pictures of these numbers of tokens, but without the pictures."""
+        template = prompting.for_pictures(self._template, len(lengths))
         short_ids = prompting.tokenize(self.tokenizer, template, instruction)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self.max_prompt_tokens:
@@ -105,19 +126,40 @@ class QwenPrompts:
         return Prompt(
             sample=sample,
             token_ids=tuple(token_ids),
-            images=images,
-            model_inputs=inputs,
             num_dropped_tokens=prompting.num_prefix_tokens(self.tokenizer, template, token_ids),
         )
 
-    def _sized(self, image: Image) -> Image:
-        """The picture after BOTH resizes (the renderer's and the processor's), so that the
-        trainer's and the engine's processors, which resize differently, do not resize it."""
-        from PIL import Image as PILImage
+    @property
+    def _token_px(self) -> int:
+        """Side of the square of pixels that becomes one image token."""
+        return int(self.image_processor.patch_size * self.image_processor.merge_size)
+
+    def _final_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) in px after BOTH resizes, the renderer's and the processor's. Raises
+        ValueError for a picture that the processor refuses."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        if self._template.image_area_px is not None:
+            width, height = prompting.size_of_area(
+                width, height, self._template.image_area_px, self._template.image_multiple_px
+            )
+        height, width = smart_resize(
+            height,
+            width,
+            factor=self._token_px,
+            min_pixels=self.image_processor.size["shortest_edge"],
+            max_pixels=self.image_processor.size["longest_edge"],
+        )
+        return width, height
+
+    def _sized(self, image: Image) -> Image:
+        """The picture after both resizes, so that the trainer's and the engine's processors, which
+        resize differently, do not resize it."""
+        from PIL import Image as PILImage
 
         from rl.files.images import over_white
 
+        size = self._final_size(*image.size)
         # Treat every form of transparency as in the picture that the VAE gets.
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if self._template.image_area_px is not None:
@@ -125,15 +167,7 @@ class QwenPrompts:
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
         image = over_white(image)  # after the resize, which needs the transparency at edges
-        processor = self.image_processor
-        height, width = smart_resize(
-            image.height,
-            image.width,
-            factor=processor.patch_size * processor.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
-        )
-        return image.resize((width, height), PILImage.Resampling(processor.resample))
+        return image.resize(size, PILImage.Resampling(self.image_processor.resample))
 
     @property
     def picture_bounds(self) -> tuple[int, int]:
@@ -141,14 +175,10 @@ class QwenPrompts:
         is lower if the template's area, after all rounding of the sides, stays below it."""
         size = self.image_processor.size
         smallest, largest = size["shortest_edge"], size["longest_edge"]
-        if self._template.image_area_px is not None:
-            area = max(smallest, self._template.image_area_px)
-            sides = MAX_SIDE_SUM * area**0.5
-            # The template may round a thin side up to a whole multiple; the processor's rounding
-            # adds at most half a multiple to a side.
-            token_px = self.image_processor.patch_size * self.image_processor.merge_size
-            added_px = self._template.image_multiple_px + token_px // 2
-            largest = min(largest, int(area + added_px * sides + added_px**2))
+        if (area := self._template.image_area_px) is not None:
+            multiple = self._template.image_multiple_px
+            area = max(smallest, area)
+            largest = min(largest, after_rounding(area, multiple + self._token_px // 2))
         return smallest, largest
 
     def num_tokens_after(self, prompt: Prompt) -> int:

@@ -149,21 +149,25 @@ def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int
 
 
 def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
-    """`image` at about `area_px` pixels: aspect kept, both sides multiples of `multiple_px`.
-
-    Lanczos and rounding are as in diffusers' Qwen-Image-Edit pipelines before their own encoder.
-    """
+    """`image` at about `area_px` pixels, by Lanczos as in diffusers' Qwen-Image-Edit pipelines
+    before their own encoder."""
     from PIL import Image as PILImage
 
-    ratio = image.width / image.height
+    size = size_of_area(image.width, image.height, area_px, multiple_px)
+    return image.resize(size, PILImage.Resampling.LANCZOS)
+
+
+def size_of_area(width: int, height: int, area_px: int, multiple_px: int) -> tuple[int, int]:
+    """(width, height) of about `area_px` pixels: aspect kept, both sides multiples of
+    `multiple_px`, rounded as in diffusers' Qwen-Image-Edit pipelines."""
+    ratio = width / height
     width_px = math.sqrt(area_px * ratio)
     height_px = width_px / ratio
 
     def rounded(side_px: float) -> int:
         return max(1, round(side_px / multiple_px)) * multiple_px
 
-    size = (rounded(width_px), rounded(height_px))
-    return image.resize(size, PILImage.Resampling.LANCZOS)
+    return rounded(width_px), rounded(height_px)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

@@ -1,0 +1,158 @@
+"""Tells before a Qwen-VL's weights are loaded which rows it could build no prompt for."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.api.types import PromptTemplate, Sample, UnusableSampleError
+from rl.files.atomic import read_object
+from rl.files.model_files import cached
+from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config, load_image_processor, load_tokenizer
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts, after_rounding
+from rl.policies.qwen_vl.qwen_vl_thought import Thinking
+from rl.policies.shared import prompting
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_SAFE_RATIO = 100
+"""Largest ratio of a picture's sides that no rounding brings to the processor's limit of 200."""
+MIN_PX = 2**16
+"""The largest minimal area of a published image processor, Qwen3-VL's."""
+MARGIN = 16
+"""Tokens by which a text may grow where the template and the instruction meet."""
+_SPECIAL = re.compile(r"<\|\w+\|>")
+
+
+class QwenRowCheck:
+    """A `RowCheck`. A prompt is built, which imports transformers, torch and their 400 MB, for rows
+    alone that may be too long by two faster rules: a token has at least one byte; the file of the
+    tokenizer counts the tokens of a text."""
+
+    def __init__(self, config: Config, template: PromptTemplate | None, slot_px: int) -> None:
+        """`slot_px`: side of the square of pixels that becomes one image token."""
+        self._config = config
+        self._template = template or prompting.chat_template(config.system_prompt)
+        self._needs_picture = template is not None and template.needs_picture
+        self._slot_px = slot_px
+        self._most = lru_cache(maxsize=2**16)(self._most_tokens)
+        self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
+        self._num_tokens = cache(lambda num: self._count(self._text(num)))
+
+    def __call__(self, sample: Sample, sizes: Sequence[tuple[int, int] | None]) -> bool:
+        most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
+        if (sizes or not self._needs_picture) and self._is_short(sample, len(sizes), most):
+            return True
+        if self._builder is None:
+            least = self._typical() * len(sizes)
+            if least >= self._config.max_prompt_tokens:
+                raise UnusableSampleError(
+                    f"its {len(sizes)} source pictures of some {self._typical()} tokens each fill "
+                    f"the prompt, and policy.max_prompt_tokens is {self._config.max_prompt_tokens}:"
+                    " raise it, or lower renderer.policy_image_area_px"
+                )
+        known = [size for size in sizes if size is not None]
+        if self._builder is None or len(known) < len(sizes):
+            return False
+        prompts, thinking = self._builder
+        thinking.prompt_to_sample(prompts.without_pictures(sample, sample.instruction, known))
+        return True
+
+    def _is_short(self, sample: Sample, num_pictures: int, most: float) -> bool:
+        """Whether the prompt's text certainly has at most `most` tokens."""
+        instruction = unicodedata.normalize("NFC", sample.instruction)
+        num_bytes = len(instruction.encode())
+        if self._num_bytes(num_pictures) + num_bytes <= most:
+            return True
+        most -= self._num_tokens(num_pictures)
+        return num_bytes <= most or (most > 0 and self._count(instruction) <= most)
+
+    def _text(self, num_pictures: int) -> str:
+        """All text of a prompt but its instruction."""
+        thought = self._config.thought
+        words = [thought.instruction, 2 * thought.marker] if thought else []
+        template = prompting.for_pictures(self._template, num_pictures)
+        text = template.text.replace("{image}", prompting.PICTURE).replace("{instruction}", "")
+        return " ".join([text, *words])
+
+    def _count(self, text: str) -> float:
+        counter = self._counter
+        return len(counter.encode(text, add_special_tokens=False)) if counter else math.inf
+
+    def _most_tokens(self, size: tuple[int, int] | None) -> float:
+        """Upper limit of the tokens of a picture."""
+        token_px, area = self._slot_px, self._template.image_area_px
+        most_px = self._config.image_max_pixels or math.inf
+        if size is not None:
+            if max(size) > MAX_SAFE_RATIO * min(size):
+                return math.inf
+            width, height = size
+            if area is not None:
+                multiple_px = self._template.image_multiple_px
+                width, height = prompting.size_of_area(*size, area, multiple_px)
+            scale = max(1.0, math.sqrt(self._least_px / (width * height)))
+            added_px = token_px if scale > 1 else token_px / 2
+            most_px = min(most_px, (width * scale + added_px) * (height * scale + added_px))
+        elif area is not None:
+            added_px = self._template.image_multiple_px + token_px // 2
+            most_px = min(most_px, after_rounding(max(area, self._least_px), added_px))
+        return most_px // token_px**2
+
+    def _typical(self) -> int:
+        """Tokens of a picture that the renderer's template brings to its area; 0 without one."""
+        most_px = self._config.image_max_pixels or math.inf
+        return int(min(self._template.image_area_px or 0, most_px) // self._slot_px**2)
+
+    @cached_property
+    def _least_px(self) -> int:
+        """The smallest area of a picture that the model sees."""
+        if self._config.image_min_pixels is not None:
+            return self._config.image_min_pixels
+        for file in filter(None, map(self._file, FILES[1])):
+            numbers = read_object(file) or {}
+            numbers = numbers.get("image_processor", numbers)
+            least = (numbers.get("size") or {}).get("shortest_edge", numbers.get("min_pixels"))
+            if isinstance(least, int):
+                return least
+        return MIN_PX
+
+    @cached_property
+    def _counter(self) -> Tokenizer | None:
+        if (file := self._file(FILES[0][0])) is None:
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception:  # the library's only class of errors
+            return None
+
+    @cached_property
+    def _builder(self) -> tuple[QwenPrompts, Thinking] | None:
+        """What builds the prompts in a run; None if its files or packages are not here."""
+        if not all(any(map(self._file, names)) for names in FILES):
+            return None
+        try:
+            prompts = QwenPrompts(
+                load_tokenizer(self._config),
+                load_image_processor(self._config),
+                self._template,
+                self._needs_picture,
+                self._config.max_prompt_tokens,
+            )
+            return prompts, Thinking(prompts, self._config.thought, renderer_reads_text=False)
+        except (ImportError, OSError, ValueError):  # a start says why
+            return None
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model in its folder or in the local cache."""
+        file = Path(self._config.model_path, name)
+        if file.is_file():
+            return file
+        return cached(self._config.model_path, name, self._config.revision)
