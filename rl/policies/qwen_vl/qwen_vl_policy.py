@@ -19,6 +19,7 @@ from rl.api.types import (
     Completion,
     HiddenStates,
     Prompt,
+    PromptTemplate,
     Row,
     Sample,
     TokenBatch,
@@ -100,6 +101,10 @@ class QwenVL(TrainedPolicy[Config]):
         self.module = QwenModule(model, self)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
         self._negatives = LRUCache(config.max_kept_pictures)
+
+    @classmethod
+    def prompt_template(cls, config: Config, renderers: PromptTemplate | None) -> PromptTemplate:
+        return prompting.spelled_out(renderers or prompting.chat_template(config.system_prompt))
 
     @classmethod
     def picture_tokens(cls, config: Config, area_px: int) -> int:
