@@ -5,8 +5,6 @@ import os
 import sys
 from contextlib import suppress
 
-import rl  # noqa: F401 (applies `rl.ranks.package_fixes` to the imports below)
-
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 sys.modules["vllm"] = None  # type: ignore[assignment] # unused; TRL would import it
 for _name in (

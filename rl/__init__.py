@@ -24,14 +24,11 @@ if sys.argv[:1] == ["-m"]:  # a program of this package starts: no traceback for
         else _hook(kind, *rest)
     )
 
-from rl.ranks import package_fixes
-
 if TYPE_CHECKING:
     from rl.edit.editor import Editor
     from rl.notebook import check, load_run, train
 
 __all__ = ["Editor", "check", "load_run", "train"]
-package_fixes.install()
 
 
 class _Callable(ModuleType):

@@ -22,7 +22,7 @@ from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import SamplingParams, UnusableSampleError
+from rl.api.types import PromptTemplate, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -314,6 +314,24 @@ def sampling_params(config: RunConfig) -> SamplingParams:
         max_tokens=config.sampling.max_completion_tokens,
         num_completions=config.generations_per_prompt,
     )
+
+
+def prompt_template(config: Mapping[str, Any]) -> PromptTemplate | None:
+    """`Policy.prompt_template` of a stored config; None also for plugins that are not shipped,
+    whose code would run, and for an incomplete config."""
+    parts = []
+    for kind, key in (("renderers", "renderer"), ("policies", "policy")):
+        section: Any = config.get(key)
+        name = section.get("type") if isinstance(section, Mapping) else None
+        if name not in plugins_of(kind):
+            return None
+        module, _ = find.import_plugin(module_of(kind, name))
+        cls: Any = find.plugin_class(module, PLUGIN_BASES[kind])[0]
+        parts.append((cls, validate(cls.Config, section, at=key)[0]))
+    (renderer, renderer_config), (policy, policy_config) = parts
+    if renderer_config is None or policy_config is None:
+        return None
+    return policy.prompt_template(policy_config, renderer.prompt_template(renderer_config))
 
 
 def build_policy(resolved: Resolved, dist: Dist, keeps_start: bool = False) -> Policy:

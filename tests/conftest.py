@@ -27,7 +27,6 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-import rl  # noqa: E402, F401 (before `transformers` etc., which it makes importable)
 from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
 
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text(encoding="utf-8"))

@@ -200,6 +200,14 @@ class Policy(RunPlugin[PolicyConfigT]):
         """The sample's prompt. Raises ValueError naming the sample if it can have none."""
 
     @classmethod
+    def prompt_template(
+        cls, config: PolicyConfigT, renderers: PromptTemplate | None
+    ) -> PromptTemplate | None:
+        """How its prompts look, with all special tokens written out, for a model card; None: a
+        template does not say it. `renderers`: the renderer's own template."""
+        return None
+
+    @classmethod
     def start_adapter(cls, config: PolicyConfigT) -> str:
         """Folder of the adapter that a run with this section starts from; '': a new one or none."""
         return ""

@@ -120,7 +120,10 @@ def export(args: argparse.Namespace) -> None:
         if trained.run_dir is not None:
             with stage("writing the card"):
                 evidence = gather(trained.run_dir, trained.iterations, folder, not args.no_pictures)
-        card = model_card(trained.config, trained.iterations, trained.metrics, args.form, evidence)
+        template = build.prompt_template(trained.config)
+        card = model_card(
+            trained.config, trained.iterations, trained.metrics, args.form, evidence, template
+        )
         (folder / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 

@@ -10,10 +10,13 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
+from rl.api.policy import ThoughtSection
+from rl.api.types import PromptTemplate
 from rl.files.adapter_base import is_hub_id
 from rl.files.atomic import with_leaves
 from rl.files.model_files import cached
 from rl.text.markdown import code, text
+from rl.text.scrub import scrub
 from rl.text.templates import load_template
 
 Form = Literal["adapter", "model", "text-encoder"]
@@ -98,11 +101,13 @@ def model_card(
     metrics: Mapping[str, float],
     form: Form | None = None,
     evidence: Evidence | None = None,
+    template: PromptTemplate | None = None,
 ) -> str:
     """Markdown with the hub's front matter.
 
     `config`: the resolved run config, any part of which may be missing. `metrics`: the latest
-    scalars of the run. `form`: None = the form that a checkpoint holds.
+    scalars of the run. `form`: None = the form that a checkpoint holds. `template`: from
+    `Policy.prompt_template`; the card then has a program that prints the policy's words.
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
     base, renderer = base_of(config), str(at(config, "renderer.type"))
@@ -110,22 +115,27 @@ def model_card(
     editor, processor_path = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
     samples = evidence.samples if evidence else ()
+    thought, revision = at(config, "policy.thought"), at(config, "policy.revision")
     asks_judge = at(config, "judge.api_base") or at(config, "judge.start_command")
 
     def setting(key: str) -> Markup:
         value = at(config, key)
         return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
 
-    template = load_template(
+    markdown = load_template(
         Path(__file__).with_name("model_card.md.j2"),
         finalize=lambda value: value if isinstance(value, Markup) else text(value),
         keep_trailing_newline=True,
     )
-    return template.render(
+    return markdown.render(
         front=Markup(_front(config, form)),  # nosec B704 # no value ends a line
         name=config.get("run_name", "a policy"),
         description=DESCRIPTIONS[form],
         setting=setting,
+        value=lambda key: at(config, key),
+        python=_python,
+        prompt=template,
+        prompt_lines=re.split(r"(?<=\n)(?=.)", template.text) if template else [],
         iteration=iteration,
         form=form,
         renderer=renderer,
@@ -139,6 +149,13 @@ def model_card(
         ),
         editor=Markup(editor if is_of_hub(editor) else "<the editor>"),  # nosec B704 # a hub id
         base=Markup(base if is_of_hub(base) else "<the base>"),  # nosec B704 # a hub id
+        words=Markup(  # nosec B704 # a hub id
+            processor_path if is_of_hub(processor_path) else "<the tokenizer>"
+        ),
+        revision=Markup(", revision=") + _python(revision)
+        if revision and form == "adapter"
+        else "",
+        thought=ThoughtSection.model_validate(thought) if template and thought else None,
         is_editors=is_editors,
         processor_path=processor_path if is_editors and is_of_hub(processor_path) else "",
         task=TASKS.get(renderer),
@@ -158,6 +175,12 @@ def model_card(
         licences=_licences(config),
         config=Markup("\n".join(code(without_paths(dict(config))))),  # nosec B704 # escaped
     )
+
+
+def _python(value: Any) -> Markup:
+    """A literal of Python, which closes no fenced block."""
+    literal = ascii(scrub(value) if isinstance(value, str) else value)
+    return Markup(literal.replace("`", r"\x60"))  # nosec B704 # escaped
 
 
 def _front(config: Mapping[str, Any], form: Form) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.console.console import PhaseTimer
@@ -79,7 +80,8 @@ class Checkpointing:
         """Write the model card of iteration `done`'s checkpoint, if there is one, and push it to
         the hub if a push is due. `metrics`: the last line of metrics written."""
         if self.dist.is_main:
-            card = partial(model_card, self.config, done, metrics)
+            template = build.prompt_template(self.config)
+            card = partial(model_card, self.config, done, metrics, template=template)
             final = final or done == self.num_iterations
             publish = partial(self.checkpoints.publish, done, card, final)
             self.writer.put(f"the model card of iteration {done}", publish)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl import build
 from rl.api.policy import Policy
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, find, iteration_of
 from rl.console.console import warn
@@ -100,7 +101,12 @@ class LastFinished:
             meta={"learner": learner_meta, "config": self._config, "metrics": finished.metrics},
             rng_by_rank=finished.rng_by_rank,
             write_model=lambda folder: self._policy.save_pretrained(str(folder), trained),
-            model_card=model_card(self._config, finished.done, finished.metrics),
+            model_card=model_card(
+                self._config,
+                finished.done,
+                finished.metrics,
+                template=build.prompt_template(self._config),
+            ),
         )
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-import rl  # noqa: F401 (makes the following imports work)
-
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parents[1] / "tiny_world" / "weights" / "reasoner"
 

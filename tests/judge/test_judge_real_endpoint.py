@@ -48,13 +48,10 @@ ENVIRONMENT = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("vllm")
-    # vLLM's processes need `rl`'s fixes of CUDA wheels before they import torchvision.
-    (folder / "sitecustomize.py").write_text("import rl\n")
-    path = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
     with held_port() as port, (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [*COMMAND, "--port", str(port)],
-            env=os.environ | ENVIRONMENT | path,
+            env=os.environ | ENVIRONMENT,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

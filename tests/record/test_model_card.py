@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from markdown_it.token import Token
 from tiny_messages import holds
 from tiny_run import run_config
 
+from rl import build
 from rl.publish.model_card import Comparison, Evidence, Shown, licence_of, model_card
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
@@ -191,6 +193,27 @@ def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
         assert rows <= {3, 4, 7}, rows
         for autolink in ("http://", "https://", "www.", "@"):
             assert autolink not in "".join(text.split("```")[0::2]).partition("\n---\n")[2]
+
+
+def test_the_prompt_on_a_card_is_the_runs_and_closes_no_block() -> None:
+    policy = {
+        "type": "qwen2_5_vl",
+        "model_path": "some/base",
+        "system_prompt": f"{HOSTILE}```\n\U0001f600",
+    }
+    config = run_config(policy=policy, renderer={"type": "none"}).model_dump(mode="json")
+    text = model_card(config, 50, {}, "adapter", template=build.prompt_template(config))
+    fences = [token for token in MarkdownIt().parse(ModelCard(text).text) if token.type == "fence"]
+    assert [fence.info for fence in fences] == ["python", "json"]
+    constants = {
+        line.targets[0].id: line.value
+        for line in ast.parse(fences[0].content).body
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
+    }
+    system, user = ast.literal_eval(constants["PROMPT"]).split("<|im_end|>", 1)
+    assert system == f"<|im_start|>system\n{policy['system_prompt']}"
+    assert user == "\n<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
+    assert ast.literal_eval(constants["PICTURE"]) == "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def test_no_card_contains_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_editor
 import tiny_emu3
+import tiny_loop
 import tiny_qwen
 import tiny_qwen3
 import torch
@@ -19,6 +22,7 @@ from safetensors.torch import load_file
 from tiny_messages import holds, refusal
 from tiny_rounding import FORWARD_TOL, PRODUCT_TOL, apart
 
+from rl import build
 from rl.api.data import RowRules
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
@@ -26,11 +30,14 @@ from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.checkpoints.checkpoint import _write_manifest, model_folder
 from rl.commands import export
+from rl.config.schema import RunConfig
+from rl.edit.editor import Editor
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 from rl.policies.qwen_vl import qwen_vl_loading
+from rl.ranks.dist import Dist
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.questions import SYSTEM_PROMPT
@@ -137,6 +144,55 @@ def test_an_exported_folder_has_the_processor_and_chat_template_of_the_run(tmp_p
     num_image_tokens = len(pixels) // 4
     expanded = text.replace("<|image_pad|>", "<|image_pad|>" * num_image_tokens)
     assert tuple(tokenizer(expanded).input_ids) == prompt.token_ids
+
+
+@pytest.mark.parametrize(
+    ("system", "form", "num_pictures"),
+    [
+        ("quickstart", "adapter", 1),
+        ("tiny_qwen_image_21", "model", 2),
+        ("tiny_thinking", "adapter", 1),
+        ("tiny_prompts", "model", 0),
+    ],
+)
+def test_the_program_on_the_card_writes_the_words_of_rl_edit(
+    tmp_path: Path, system: str, form: str, num_pictures: int
+) -> None:
+    """It runs without this project."""
+    values = tiny_loop.shortened(system, tmp_path, "transformers")
+    values["policy"]["max_prompt_tokens"] = 256
+    resolved = build.resolve(RunConfig(**values))
+    policy = build.build_policy(resolved, Dist())
+    move_from_zero(policy.module)
+    config = resolved.config.model_dump(mode="json")
+    run = checkpoint(tmp_path, policy, config.pop("policy"), **config)
+    pictures = [tmp_path / f"{number}.png" for number in range(num_pictures)]
+    for number, file in enumerate(pictures):
+        tiny_qwen.picture(number, 96, 64).rotate(5, fillcolor="green").resize((140, 80)).save(file)
+    instruction = "paint the square the color of pumpkin"
+    with Editor.from_run(run, device="cpu", only_words=True) as editor:
+        expected = editor.edit(pictures, instruction)
+        prompt = editor.policy.build_prompt(Sample("edit", instruction, expected.sources))
+    export.main([str(run), str(tmp_path / "out"), "--as", form])
+    program = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    base = str(Path(policy.config.model_path).resolve())
+    for placeholder, folder in (("<the base>", base), ("<this folder>", str(tmp_path / "out"))):
+        program = program.replace(placeholder, folder)
+    program += "torch.save(inputs, 'inputs.pt')\nassert 'rl' not in sys.modules\n"
+    (tmp_path / "words.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-I", "words.py", instruction, *map(str, pictures)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert expected.failure is None and done.stdout == expected.words + "\n"
+    assert len(expected.words) > 10
+    inputs = torch.load(tmp_path / "inputs.pt")
+    assert tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids
+    for name, tensor in prompt.model_inputs.items():
+        assert torch.equal(inputs[name], tensor), name
 
 
 def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:

@@ -120,11 +120,10 @@ def third_party(*folders: str) -> set[str]:
 @pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not be only a dependency of another package."""
-    # The engines install torchaudio, imported only to fix it. Ray is the extra of a render pool.
-    optional = {"vllm", "torchaudio", "ray"}
+    optional = {"vllm", "ray"}  # of the extras `cuda` and `ray`
     assert third_party("rl", "scripts", "tiny_world") - set(CPU) - optional == set()
     # TRL creates a fixture, in a separate environment.
-    assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio", "trl"} == set()
+    assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "trl"} == set()
 
 
 @pytest.mark.slow
@@ -142,3 +141,21 @@ def test_rl_check_and_report_need_no_extra() -> None:
     imported = {plain(name) for name in done.stdout.split()}
     heavy = {plain(name) for name in pins(EXTRAS["train"])}
     assert imported & heavy == set()
+
+
+@pytest.mark.slow
+def test_what_is_installed_can_be_imported_without_this_project(tmp_path: Path) -> None:
+    """`torchvision::nms does not exist` if torchvision was built for another torch."""
+    script = """if True:
+        import sys
+        from importlib.util import find_spec
+        from diffusers import QwenImage21Pipeline, QwenImageEditPlusPipeline
+        from peft import PeftModel
+        from transformers import CLIPModel, Qwen3VLProcessor, Qwen2_5_VLProcessor
+        from transformers.models.qwen2_vl import image_processing_qwen2_vl
+        import datasets, transformers.audio_utils
+        if find_spec("vllm"):
+            from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+        assert "rl" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-I", "-c", script], cwd=tmp_path, check=True)

@@ -139,6 +139,7 @@ exit 0"""
 """That python: records pip's arguments, and does what a test says when uv or torch is installed."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 [TORCH] = [pin for pin in PROJECT["optional-dependencies"]["train"] if pin.startswith("torch==")]
+[VISION] = [pin for pin in PROJECT["optional-dependencies"]["cpu"] if "torchvision" in pin]
 HAS_CPU_BUILD = f"mkdir -p $site/{TORCH.replace('==', '-')}+cpu.dist-info"
 
 
@@ -163,7 +164,7 @@ REFUSES_INDEX = "[[ $* != *--index-url* ]] || exit 1"
 FROM_ELSEWHERE = f"{{ [[ $* != *--index-url* ]] && {HAS_CPU_BUILD}; }} || exit 1"
 SITE = "site=.venv/lib/python3.11/site-packages\n"
 LOCKED, LOCAL = f"--no-deps --require-hashes -r {CPU}", "--no-deps -e ."
-FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu"
+FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu {VISION}+cpu"
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu"
     ("uv", "torch", "calls"),
     [
         (f"{UV}{SITE}[[ $* != *torch==* ]] || {HAS_CPU_BUILD}", HAS_CPU_BUILD,
-         [f"uv --no-deps {INDEX} {TORCH}+cpu", f"uv {LOCKED}", f"uv {LOCAL}"]),
+         [f"uv --no-deps {INDEX} {TORCH}+cpu {VISION}+cpu", f"uv {LOCKED}", f"uv {LOCAL}"]),
         (f"{UV}exit 1", HAS_CPU_BUILD, [f"pip {LOCKED}", f"pip {LOCAL}"]),
         ("", FROM_ELSEWHERE, [FROM_INDEX, f"pip --no-deps --no-compile {TORCH}", f"pip {LOCKED}"]),
         ("", HAS_CPU_BUILD, [FROM_INDEX, f"pip {LOCKED}", f"pip {LOCAL}"]),

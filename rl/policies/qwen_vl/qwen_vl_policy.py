@@ -108,6 +108,10 @@ class QwenVL(TrainedPolicy[Config]):
         return QwenRowCheck(config, template, cls.slot_px)
 
     @classmethod
+    def prompt_template(cls, config: Config, renderers: PromptTemplate | None) -> PromptTemplate:
+        return prompting.spelled_out(renderers or prompting.chat_template(config.system_prompt))
+
+    @classmethod
     def base(cls, config: Config) -> Base:
         editor = config.init_text_encoder_from
         if not editor:

@@ -48,6 +48,12 @@ def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
     return replace(template, text=text.replace("{image}", template.between_pictures.join(slots)))
 
 
+def spelled_out(template: PromptTemplate) -> PromptTemplate:
+    """`template` whose `picture` holds the tokens of a picture, and whose `text` does not."""
+    picture = template.picture.replace(_BRACKETED, "{image}").replace("{image}", PICTURE)
+    return replace(template, text=template.text.replace(_BRACKETED, "{image}"), picture=picture)
+
+
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
     """Ids of the filled template, ONE image placeholder per `{image}`.
 
