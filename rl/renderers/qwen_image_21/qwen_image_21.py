@@ -42,10 +42,10 @@ class QwenImage21(QwenImage[Config]):
     side_multiple_px = SIZE_MULTIPLE_PX
     state_dim_key = "context_in_dim"
     hub_state_dim = 4096  # Qwen3-VL-8B
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = dict.fromkeys(
-        ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo"),
-        {"transformer": 7.115e9, "vae": 0.338e9},
-    )
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        model: {"transformer": 7.115e9, "vae": 0.338e9}
+        for model in ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo")
+    }
     metrics: ClassVar[Mapping[str, Metric]] = {
         "rows_per_start": Metric(
             "pictures", "drawn from one pass of source pictures through the transformer, mean"
