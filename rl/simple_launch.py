@@ -250,8 +250,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--online needs --check; a start asks the judge anyway")
     if args.conformance and not args.check:
         parser.error("--conformance needs --check")
-    if not args.arguments and not args.conformance:
-        parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
     arguments = [_local_path(argument) for argument in args.arguments]

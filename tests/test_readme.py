@@ -6,6 +6,8 @@ import json
 import os
 import re
 import textwrap
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import _jsonnet
@@ -39,6 +41,22 @@ def test_every_file_named_in_the_docs_exists() -> None:
     paths = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
     assert len(paths) >= 40
     assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
+
+
+def test_the_page_of_plugins_lists_all_that_a_reward_and_a_renderer_read() -> None:
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    named = [("x", RewardInput), ("x.sample", Sample), ("job", RenderJob)]
+    names = [f"{name}.{field.name}" for name, cls in named for field in fields(cls)]
+    names += ["x.words", "x.sample.source"]
+    assert [name for name in names if f"`{name}" not in page] == []
+
+
+def test_the_citation_is_of_this_package_and_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [entry] = printed("README.md", "Citing")
+    assert f"version = {{{project['version']}}}" in entry and project["license"] in entry
+    title = f"{project['name']}: {project['description']}"
+    assert title in entry.replace("{", "").replace("}", "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -15,6 +15,7 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.audit.audit_cases import CORRECT, Case, cases_of
 from rl.audit.audit_scenes import scene_cases
 from rl.build import Resolved
+from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import ConfigError
 from rl.files.atomic import read_rows
 from rl.files.images import open_picture
@@ -59,6 +60,8 @@ def pair_cases(resolved: Resolved, path: str, columns: Mapping[str, str]) -> lis
     `columns`: names from `PAIR_COLUMNS` -> columns; 'source' may be missing, 'category' is read if
     named. Raises ConfigError naming what is missing.
     """
+    if (why := not_a_file(path)) and not is_folder(path) and path.count("/") != 1:
+        raise ConfigError([f"--pairs: {path} {why}; give a file, or the id of a data set"])
     if missing := [name for name in PAIR_COLUMNS if name not in columns and name != "source"]:
         raise ConfigError([f"--columns: nothing for {', '.join(missing)}; e.g. better=chosen"])
     if unknown := columns.keys() - {*PAIR_COLUMNS, "category"}:

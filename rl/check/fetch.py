@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
-from rl.files.model_files import cached
+from rl.files.model_files import cached, model_problems
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Files beside the weights: config, tokenizer, template."""
@@ -30,19 +30,33 @@ def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
 
 
 def fetch_models(resolved: Resolved) -> list[str]:
-    """Download the models into the local cache in one process, with a progress bar. (Ranks download
-    files that this misses.) Returns a problem, with key and remedy, for each model that is not
-    cached and cannot be downloaded."""
+    """Download the models into the local cache in one process, with progress bars: the small files
+    of all models first, so that a model of another kind is refused before its weights. (Ranks
+    download files that this misses.) Returns a problem, with key and remedy, for each model of
+    another kind, and for each that is not cached and cannot be downloaded."""
     if is_offline():
         return []
-    patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
-    for _, model in _models_of(resolved):
-        stems = [Path(name).stem for name in model.weights]
-        weights = [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
-        names = [os.path.join(model.subfolder, name) for name in (*SMALL_FILES, *weights)]
-        patterns[model.path, model.revision] += names
-    problems = []
+    models = list(_models_of(resolved))
     missing = {path: key for key, path, is_cached in hub_models(resolved) if not is_cached}
+    problems = _download(models, lambda model: (model.config, *SMALL_FILES), missing)
+    for key, model in models:
+        section = key.removesuffix(model.key)
+        problems += (f"{section}{problem}" for problem in model_problems([model]))
+    return problems or _download(models, _weight_files, missing)
+
+
+def _download(
+    models: Iterable[tuple[str, ModelFiles]],
+    names_of: Callable[[ModelFiles], Iterable[str]],
+    missing: Mapping[str, str],
+) -> list[str]:
+    """Download the models' files of these names. A failure is a problem for those of `missing`
+    (hub id -> key): an earlier start may have fetched the others."""
+    patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for _, model in models:
+        for name in names_of(model):
+            patterns[model.path, model.revision].append(os.path.join(model.subfolder, name))
+    problems = []
     for (path, revision), file_patterns in patterns.items():
         from huggingface_hub import snapshot_download
 
@@ -55,6 +69,11 @@ def fetch_models(resolved: Resolved) -> list[str]:
                     "folder, or fetch it by `hf download` (a gated one needs HF_TOKEN)"
                 )
     return problems
+
+
+def _weight_files(model: ModelFiles) -> list[str]:
+    stems = [Path(name).stem for name in model.weights]
+    return [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
 
 
 def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:

@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
     terminal.guard()
     parser = command_line.Parser("rl judge", f"{__doc__}{command_line.KEY_VALUE}")
-    parser.add_argument("action", choices=("audit", "attack"))
-    parser.add_argument("config", help="a Jsonnet file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    actions = ("audit", "attack")
+    parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
+    parser.add_config()
     parser.add_argument(
         "--cases", type=int, default=judge_audit.NUM_CASES, metavar="N", help="samples: 64"
     )

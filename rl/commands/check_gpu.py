@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.guard()
     parser = command_line.Parser("rl check-gpu", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
+    parser.add_overrides()
     engines, text = ("vllm", "transformers"), "transformers: no step uses vLLM"
     parser.add_argument("--engine", choices=engines, default="vllm", help=text)
     program.add_options(parser, "steps", STEPS, 600)

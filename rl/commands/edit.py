@@ -5,8 +5,7 @@
     rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp into picture 1"
     rl edit --run runs/my-run edits.jsonl
     rl edit --run runs/my-run photo.jpg "dusk" --set renderer.num_steps=8
-    rl edit --run runs/my-prompts "a cat made of rain"         (draws from text)
-    rl enhance --adapter runs/my-prompts "a cat made of rain"  (--only-words)
+    rl edit --run runs/my-prompts "a cat made of rain"     (draws from text)
 
 A line of a .jsonl file is {"image": "a.jpg", "instruction": "..."}, or has
 "images": ["a.jpg", "b.jpg"]. Prints the words that the policy wrote. Writes into
@@ -30,13 +29,26 @@ from rl.config.schema import ConfigError
 from rl.text import command_line, terminal
 
 MAX_WORDS_SHOWN = 2000
+ENHANCE_OPTION = "--only-words"
+"""What `rl enhance` places before its arguments."""
+ENHANCE_DOC = """Rewrite prompts with the policy that a run has trained.
+
+    rl enhance --run runs/my-prompts "a cat made of rain"
+    rl enhance --run runs/my-run photo.jpg "make the sky red"
+    rl enhance --run runs/my-run edits.jsonl
+
+Prints the words that the policy wrote, and writes each request's into --out as a JSON file. It
+draws nothing and loads no renderer. The same command writes the same words. (rl edit draws, too.)
+"""
 
 
 @command_line.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
     terminal.guard()
-    args = _parser().parse_intermixed_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    is_enhance = arguments[:1] == [ENHANCE_OPTION]
+    args = _parser(is_enhance).parse_intermixed_args(arguments)
     from rl import build
     from rl.check.fetch import fetch_models
     from rl.edit import edit_files
@@ -44,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl.edit.trained import config_for_use, load_trained, pick_device
 
     if args.only_words and (args.only_edit or args.steps or args.size):
-        raise ValueError("--only-words draws nothing: leave out --only-edit, --steps and --size")
+        name = "rl enhance" if is_enhance else ENHANCE_OPTION
+        raise ValueError(f"{name} draws nothing: leave out --only-edit, --steps and --size")
     *first, last = args.what
     is_path = not first and (last.endswith(".jsonl") or Path(last).exists())
     for url in [word for word in args.what if "://" in word and " " not in word]:
@@ -102,9 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_line.Parser("rl edit", __doc__)
+def _parser(is_enhance: bool) -> argparse.ArgumentParser:
+    name, doc = ("rl enhance", ENHANCE_DOC) if is_enhance else ("rl edit", __doc__)
+    parser = command_line.Parser(name, doc)
     add = parser.add_argument
+
+    def drawing(text: str) -> str:
+        return argparse.SUPPRESS if is_enhance else text
+
     add("what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last")
     add("--run", "--adapter", type=Path, required=True, help="run folder, or a checkpoint of it")
     add(
@@ -121,16 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, default=Path("edits"), help="default: edits/")
     add("--seed", type=int, default=0, help="another seed gives another picture")
-    add("--steps", type=at_least_one, help="denoising steps; default: the run's")
+    add("--steps", type=at_least_one, help=drawing("denoising steps; default: the run's"))
     add(
         "--size",
         type=_size,
         default=(),
-        help="1024x768, or 1024: area about 1024 x 1024, the source's aspect; default: the run's",
+        help=drawing(
+            "1024x768, or 1024: area about 1024 x 1024, the source's aspect; default: the run's"
+        ),
     )
-    add("--only-edit", action="store_true", help="draw only the edit: no comparison sheet")
-    add("--only-words", action="store_true", help="draw no picture, and load no renderer")
-    add("--batch-size", type=at_least_one, default=4, help="pictures at once")
+    text = drawing("draw only the edit: no comparison sheet")
+    add("--only-edit", action="store_true", help=text)
+    text = drawing("draw no picture, and load no renderer; as rl enhance")
+    add(ENHANCE_OPTION, action="store_true", help=text)
+    add("--batch-size", type=at_least_one, default=4, help="requests at once")
     add("--device", default="auto", help="default: CUDA, else the CPU")
     add(
         "--set",

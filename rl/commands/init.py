@@ -32,7 +32,7 @@ COLUMNS = {
 """What the samples need -> the columns that it is usually in."""
 MAX_HELD_OUT = 64
 DATA = {
-    "hf_dataset": "pictures with instructions: .jsonl, .parquet or hub id; empty: the example's",
+    "hf_dataset": "rows: .jsonl, .parquet or hub id; empty: the example's",
     "prompts": "prompts: .txt or .jsonl; empty: the built-in ones",
     "emu3_tokens": "a list written by `rl prepare tokenize`",
 }
@@ -95,17 +95,18 @@ SYSTEMS = {
     ),
 }
 NAME, NUMBER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", r"[1-9]\d{0,5}"
+A_NUMBER = "a whole number above 0"
 QUESTIONS = {
-    "system": ("system", "|".join(SYSTEMS)),
-    "gpus": ("number of GPUs", NUMBER),
-    "gpu_gb": ("memory of each, GB", NUMBER),
-    "judge": ("URL of the judge, like http://host:4877", r"https?://[^\s/]\S*"),
-    "judge_model": ("the judge's model", r"\S+"),
-    "data": ("training data", r".*"),
-    "held_out": ("held-out data; empty: the last rows of the training data", r".*"),
-    "name": ("name of the run", NAME),
+    "system": ("system", "|".join(SYSTEMS), "one of those above"),
+    "gpus": ("number of GPUs", NUMBER, A_NUMBER),
+    "gpu_gb": ("memory of each, GB", NUMBER, A_NUMBER),
+    "judge": ("URL of the judge", r"https?://[^\s/]\S*", "a URL like http://host:4877"),
+    "judge_model": ("the judge's model", r"\S+", "one word"),
+    "data": ("training data", r".*", ""),
+    "held_out": ("held-out data; empty: the last rows of the training data", r".*", ""),
+    "name": ("name of the run", NAME, "made of letters, digits, '.', '_' and '-'"),
 }
-"""Option -> (question, pattern of a right answer)."""
+"""Option -> (question, pattern of a right answer, that pattern in words)."""
 TEXT = """\
 // {title}.
 //
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.guard()
     parser = command_line.Parser("rl init", __doc__)
     parser.add_argument("file", nargs="?", help="the config to write; default: <name>.jsonnet")
-    for name, (question, _) in QUESTIONS.items():
+    for name, (question, *_) in QUESTIONS.items():
         choices = list(SYSTEMS) if name == "system" else None
         parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, help=question)
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the defaults")
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report[report.rfind("\n", 0, report.rindex(" wrong\n")) + 1 :], file=sys.stderr)
         return code
     command_line.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
-    print(f"next: rl train --smoke {file}, then rl train {file}")
+    print(f"next: rl train --smoke {file}\nthen: rl train {file}")
     return 0
 
 
@@ -194,7 +195,7 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
             problem = f"--{name.replace('_', '-')} is missing: {question}"
         elif not re.fullmatch(QUESTIONS[name][1], text):
             hint = f"; {nearest(text, list(SYSTEMS))}" if name == "system" else ""
-            problem = f"{question}: {text!r} is not valid{hint}"
+            problem = f"{question}: {text!r} is not {QUESTIONS[name][2]}{hint}"
         elif (
             (text and name in ("data", "held_out"))
             and not (Path(text).is_dir() or re.fullmatch(f"{NAME}/{NAME}", text))

@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--gpus", type=int, default=8, help="GPUs per node, one rank on each (8)")
     add("--pool-nodes", type=int, default=0, help="additional nodes, for render workers only")
     add("--time", default="24:00:00", help="time limit of the job, in sbatch's format (24:00:00)")
-    add("config")
-    add("overrides", nargs="*", metavar="key=value")
+    parser.add_config()
     args = parser.parse_intermixed_args(arguments)
     if min(args.gpus, args.nodes + 1) < 1 or args.pool_nodes < 0:
         raise ValueError("--gpus must be at least 1, --nodes and --pool-nodes at least 0")

@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     actions = parser.add_subparsers(dest="action", required=True, metavar="action", prog="rl pool")
     for action in ("start", "status", "stop"):
         its = actions.add_parser(action, doc=__doc__)
-        its.add_argument("config", help="a Jsonnet file")
-        its.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+        its.add_config()
     pool_plan.add_arguments(actions.add_parser("plan", doc=pool_plan.__doc__))
     args = parser.parse_args(argv)
     if args.action == "plan":

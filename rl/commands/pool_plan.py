@@ -35,9 +35,8 @@ draw, judge: share of the time in which workers and judges are busy, in %.
 bound by: what, made 10 % faster, shortens the iteration most."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+def add_arguments(parser: command_line.Parser) -> None:
+    parser.add_config()
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run whose ranks drew: its times")
     powers = [0, *(2**n for n in range(MOST_WORKERS.bit_length()))]
     parser.add_argument(

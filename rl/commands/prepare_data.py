@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; option names are those of the script in EARL's repository."""
     parser = command_line.Parser("rl prepare", __doc__)
     add = parser.add_argument
-    add("task", choices=["tokenize"], help="pictures to codes")
+    add("task", choices=["tokenize"], metavar="tokenize", help="pictures to codes")
     add("--output-path", type=Path, required=True)
     add("--device", default="auto", help="auto = the GPU, or the CPU")
     add("--batch-size", type=at_least_one, default=8, help="pictures encoded together")

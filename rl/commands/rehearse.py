@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
     terminal.guard()
     parser = command_line.Parser("rl rehearse", f"{__doc__}{command_line.KEY_VALUE}")
-    parser.add_argument("config", help="a Jsonnet file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
     parser.add_argument("--depth", type=int, metavar="N", help=depth)
     parser.add_argument("--all", action="store_true", help="list every line that waits")

@@ -13,6 +13,7 @@ all runs of a folder.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.guard()
     parser = command_line.Parser("rl report", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("run", nargs="?", help="run folder, or config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as given to the run")
+    parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
     parser.add_argument(
         "--all",
@@ -52,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also write report/report.html, for a mail: at most 5 MB, with thumbnails",
     )
     parser.add_argument("--page-only", action="store_true", help="write only the page: no summary")
-    parser.add_argument(
-        "--refresh", action="store_true", help="used by a run itself: write only the page"
-    )
+    # A run itself uses it; it writes only the page.
+    parser.add_argument("--refresh", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.all is not None:
         if args.run or args.against or args.single_file or args.page_only:

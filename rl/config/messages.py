@@ -16,6 +16,7 @@ M = TypeVar("M", bound=BaseModel)
 MAX_PROBLEMS = 100
 """Limit of problems per section: finding the nearest known key takes milliseconds each."""
 MAX_SHOWN = 60
+MAX_KNOWN = 16
 _ALTERNATIVE = re.compile(r"\[key\]|str|bool|constrained-\w+|(list|tuple|literal)\[.+\]")
 """What pydantic adds to the `loc` of an error inside a union."""
 
@@ -44,13 +45,15 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`did you mean 'x'?`, or every known name if none is similar."""
+    """`did you mean 'x'?`, or the known names (the nearest, of many) if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     # 'rank' for 'r', 'lr' for 'lr_decay': one is the beginning of the other.
     close = close or [n for n in known if name and (n.startswith(name) or name.startswith(n))][:1]
     if close:
         return f"did you mean {close[0]!r}?"
-    return "known: " + ", ".join(sorted(known)) if known else "nothing is known here"
+    shown = sorted(difflib.get_close_matches(name, known, n=MAX_KNOWN, cutoff=0.0))
+    more = f" and {len(known) - len(shown)} more" * (len(shown) < len(known))
+    return f"known: {', '.join(shown)}{more}" if known else "nothing is known here"
 
 
 def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

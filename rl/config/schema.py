@@ -15,9 +15,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rl.config import earl_fields, formats
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
-from rl.config.paths import is_folder
+from rl.config.paths import is_folder, not_a_file
 from rl.config.printing import printable
-from rl.config.shipped import find_config, located, shipped_configs
+from rl.config.shipped import configs_folder, find_config, located, shipped_configs
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.grpo`, which `algorithm.loss` names."""
@@ -562,10 +562,13 @@ def _no_config(path: str) -> str:
     if "=" in path:
         return f"{path}: the config comes first, then key=value"
     if is_folder(path):
-        return f"{path} is a folder: give the config file that its run was started with"
+        record = Path(path, "config.json")
+        own = f", or its record of it: {record}" * (not not_a_file(record))
+        return f"{path} is a folder: give the config file that its run was started with{own}"
     path_of = {Path(name).stem: name for name in shipped_configs()}
     near = difflib.get_close_matches(Path(path).stem, path_of, n=1)
-    hint = f"did you mean {path_of[near[0]]!r}?" if near else nearest("", list(path_of.values()))
+    all_of_them = f"the {len(path_of)} shipped ones: ls {configs_folder()}"
+    hint = f"did you mean {path_of[near[0]]!r}?" if near else all_of_them
     return f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"
 
 

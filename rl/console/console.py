@@ -116,7 +116,7 @@ class Console:
             parts += [f"{label} {value:{form}}"] if (value := metrics.get(name)) else []
         parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
         parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
-        if "time/iteration_s" in metrics:
+        if "time/iteration_s" in metrics and iteration:  # 0: the first evaluation's time
             self._iteration_s.append(metrics["time/iteration_s"])
             mean_s = sum(self._iteration_s) / len(self._iteration_s)
             parts.append(f"{duration(mean_s)}/it")

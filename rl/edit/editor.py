@@ -179,7 +179,7 @@ class Editor:
         self._writer = Writer(config, self._dist)
         self.policy = self._writer.policy
         if only_words and "source_codes" in self.policy.needs:
-            raise ValueError("--only-words: this run's policy writes the picture itself, not words")
+            raise ValueError("this run's policy writes the picture itself, not words: use rl edit")
         resolved = build.resolve(config)
         self._rules = build.row_rules(resolved)
         self._loop = BackgroundLoop("edit")

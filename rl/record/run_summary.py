@@ -23,6 +23,7 @@ from rl.checkpoints.checkpoint import (
 from rl.config import formats
 from rl.config.paths import not_a_file
 from rl.files.atomic import read_object
+from rl.files.model_files import KIND_KEYS
 from rl.ranks.error_messages import remedy
 from rl.text.untrusted import excerpt
 
@@ -88,7 +89,7 @@ def not_a_run(path: str | Path) -> str:
     places = dict.fromkeys([path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")])
     for place in places:
         with suppress(OSError):
-            names += [str(run) for run in folders(place) if (run / "config.json").is_file()]
+            names += [str(run) for run in folders(place) if _is_started(run)]
     near = get_close_matches(path.name, {Path(name).name: name for name in names}, n=1)
     close = [name for name in names if [Path(name).name] == near]
     if close:
@@ -102,7 +103,14 @@ def not_a_run(path: str | Path) -> str:
 
 
 def _is_started(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("config.json", *LOCKS))
+    if any((path / name).is_file() for name in LOCKS):
+        return True
+    file = path / "config.json"
+    values = None
+    with suppress(OSError):
+        values = read_object(file)
+    # A model's folder has such a file, too.
+    return file.is_file() and not any(key in (values or ()) for key in KIND_KEYS)
 
 
 def _summary(path: Path) -> Summary:

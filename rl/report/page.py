@@ -14,9 +14,10 @@ from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
 from rl.report.curves import CURVES, Curve, curve_data, points
+from rl.report.episode_rows import Limits, Pieces, record_row
 from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
-from rl.report.reading import Record, named_rows, read_config, read_evaluations
+from rl.report.reading import Evaluation, Record, named_rows, picture, read_config, read_evaluations
 from rl.report.summary import INTERVAL, alarms, context, learnt
 from rl.text.templates import load_template
 from rl.text.untrusted import without_lone_surrogates
@@ -48,11 +49,13 @@ def rendered(
     num_damaged = dict(index.damaged)
     if damaged:
         num_damaged["metrics.jsonl"] = len(damaged)
+    evaluations = read_evaluations(run_dir)
+    facts = _facts(run_dir, config, index, bool(embedded))
     page = template("index.html.j2").render(
         name=str(config.get("run_name") or run_dir.resolve().name),
         note=note,
         progress=_progress(metrics, config, index),
-        learnt=learnt(read_evaluations(run_dir)),
+        learnt=learnt(evaluations),
         interval=INTERVAL,
         context=context(metrics),
         alarms=alarms(metrics, config, num_damaged),
@@ -61,7 +64,7 @@ def rendered(
         times=times(metrics),
         settings=flat(config),
         sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, config, index, bool(embedded)))),  # nosec B704
+        facts=Markup(literal(facts | {"first": first_drawn(evaluations)})),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
     )
@@ -107,6 +110,23 @@ def _facts(
         "checkpoints": _checkpoints(run_dir),
         "curves": list(map(_spec, sorted(CURVES, key=_rank))),
     }
+
+
+def first_drawn(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """The first held-out sample that both evaluations have and the second drew, as rows of their
+    data pages with short texts; [] if there is none."""
+    if len(evaluations) < 2:
+        return []
+    before, after = evaluations
+    both = (name for name in after.records if name in before.records)
+    name = next(
+        (n for n in both if picture(after.folder, after.records[n].get("image_file"))), None
+    )
+    return [
+        record_row(each.records[name], (), each.folder, None, Pieces({}), Limits(160, 0, 0))
+        for each in (before, after)
+        if name is not None
+    ]
 
 
 def _rank(curve: Curve) -> int:

@@ -89,7 +89,7 @@ class _Folder:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.num_written = 0
+        self.num_written = self._num_made = 0
         self._current = _Manifest()
         try:
             self._previous = _Manifest.model_validate_json(read_bytes(folder / "made_of.json"))
@@ -110,8 +110,11 @@ class _Folder:
             part = _Part(stamp=stamp, files=[], groups=[], histograms=[], damaged={})
             make(part)
             self._current.parts[name] = part
-            # An interrupted refresh will continue here.
-            self._save_manifest(self._previous.parts | self._current.parts)
+            self._num_made += 1
+            # An interrupted refresh will continue here. After 1, 2, 4, 8, ... parts, because the
+            # manifest names all of them.
+            if self._num_made.bit_count() == 1:
+                self._save_manifest(self._previous.parts | self._current.parts)
         self._current.parts[name] = part
         return part
 

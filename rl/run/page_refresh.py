@@ -23,13 +23,13 @@ class Page:
 
     def __init__(self, run_dir: Path, wanted: bool) -> None:
         self._run_dir = run_dir
-        self._wanted = wanted
+        self.wanted = wanted
         self._process: subprocess.Popen[bytes] | None = None
         self._has_warned = False
 
     def refresh(self) -> None:
         """Start making the page from the files on disk, unless a refresh is running."""
-        if self._wanted and not self._is_running():
+        if self.wanted and not self._is_running():
             self._start(_LOW_PRIORITY)
 
     def close(self, finished: bool = True) -> None:
@@ -37,7 +37,7 @@ class Page:
         subprocess behind."""
         # Kill a slow low-priority refresh; the next one reuses the pages that it has finished.
         self._end()
-        if not (finished and self._wanted):
+        if not (finished and self.wanted):
             return
         self._start()
         if self._process is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from shlex import quote
 from statistics import median
 
 from rl.algorithm.metrics import Metrics
@@ -83,9 +84,13 @@ class Recording:
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
-        """Wait until everything is on disk, then print the time per phase."""
+        """Wait until everything is on disk, then print the time per phase, and what comes next."""
         self.writer.flush()
         self.console.print_phase_times(self.timer)
+        run = quote(str(self.record.run_dir))
+        if self.page.wanted:
+            self.console.say(f"page: {run}/report/index.html")
+        self.console.say(f"what it learnt: rl report {run}\nuse it: rl edit --run {run} ...")
 
 
 def _off_device(episode: Episode) -> Episode:

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from textwrap import fill
 from typing import IO, Any, NoReturn
@@ -33,6 +33,21 @@ _HELP_MARKS = {
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Its usage line leaves out the options that may be left out: they are listed below it."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        needed = [action for action in actions if action.required or not action.option_strings]
+        options = argparse.Action([], "options", nargs="?")
+        super().add_usage(usage, [options, *needed], [], prefix)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose `doc` keeps its line ends; a wrong word is answered with the nearest one."""
 
@@ -41,14 +56,25 @@ class Parser(argparse.ArgumentParser):
         blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
         filled = [block if re.search("(?m)^ ", block) else fill(block, 80) for block in blocks]
         text = "\n\n".join(filled)
-        super().__init__(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, usage, text, formatter_class=_Formatter, allow_abbrev=False)
+
+    def add_config(self) -> None:
+        """The arguments `config` and `overrides`."""
+        self.add_argument("config", help="a Jsonnet file")
+        self.add_overrides()
+
+    def add_overrides(self, text: str = "changes of its keys") -> None:
+        # Without a default, argparse calls it required.
+        self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
     def error(self, message: str) -> NoReturn:
         if match := _CHOICE.search(message):
-            message += f"; {nearest(match[1], match[2].replace(chr(39), '').split(', '))}"
+            hint = nearest(match[1], match[2].replace("'", "").split(", "))
+            message = _CHOICE.sub(f"{match[1]!r} is no choice; {hint}", message)
         elif match := _UNKNOWN.search(message):
-            options = [name for name in self._option_string_actions if name.startswith("--")]
-            message += f"; {nearest(match[1], options)}"
+            actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            options = [name for action in actions for name in action.option_strings]
+            message += f"; {nearest(match[1], [name for name in options if name[1] == '-'])}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows examples\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -183,6 +183,8 @@ def test_the_command_reads_labelled_pairs(
         assert "worse" in capsys.readouterr().out
         assert command.main([*arguments, "--columns", "instruction=q"]) == 2
         assert "--columns: nothing for better, worse" in capsys.readouterr().err
+        assert command.main([*arguments[:-1], "nowhere.csv"]) == 2
+        assert "--pairs: nowhere.csv does not exist" in capsys.readouterr().err
         assert command.main([*arguments, "--columns", named.replace("bad", "nil")]) == 2
         assert "nil" in capsys.readouterr().err
     # The gate asks for the audit, which labelled pairs do not replace.

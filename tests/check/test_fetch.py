@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,17 @@ from rl.check import check_report
 from rl.check.fetch import fetch_models
 
 QWEN, EDIT = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen-Image-Edit"
+OLDER = "Qwen/Qwen2-VL-7B-Instruct"
 
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Hub id -> requested file patterns; the download of `EDIT` fails."""
-    patterns: dict[str, list[str]] = {}
+    """Hub id -> requested file patterns; the download of the weights of `EDIT` fails."""
+    patterns: dict[str, list[str]] = defaultdict(list)
 
     def snapshot_download(path: str, **options: Any) -> None:
-        patterns[path] = options["allow_patterns"]
-        if path == EDIT:
+        patterns[path] += options["allow_patterns"]
+        if path == EDIT and "*.json" not in options["allow_patterns"]:
             raise ConnectionError("401 gated")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -52,6 +55,35 @@ def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetched.clear()
     assert (fetch_models(resolved), fetched) == ([], {})
+
+
+def test_a_model_of_another_kind_is_refused_before_any_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's answers lie in a cache of the real layout; the renderer's model is the right one,
+    and its weights are not fetched, either."""
+    patterns = []
+
+    def snapshot_download(path: str, **options: Any) -> None:
+        patterns.append((path, options["allow_patterns"]))
+        is_editor = path == EDIT
+        snapshot = tmp_path / f"models--{path.replace('/', '--')}" / "snapshots" / "0"
+        folder = snapshot / ("text_encoder" if is_editor else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        refs = snapshot.parents[1] / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / "main").write_text("0")
+        model_type = "qwen2_5_vl" if is_editor else "qwen2_vl"
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    config = tiny_config.shipped("qwen_image_edit", f"policy.model_path={OLDER}")
+    [problem] = fetch_models(build.resolve(config))
+    assert holds(problem, f"policy.model_path: {OLDER} ... 'qwen2_vl' ... only 'qwen2_5_vl'")
+    assert {path for path, _ in patterns} == {OLDER, EDIT}
+    assert not [name for _, names in patterns for name in names if "safetensors" in name]
 
 
 def test_data_and_judge_are_checked_before_models_are_fetched(

@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 from tiny_messages import holds
 
+from rl.commands.audit_judge import main as judge
 from rl.commands.check_gpu import main as check_gpu
+from rl.commands.edit import main as edit
+from rl.commands.rehearse import main as rehearse
+from rl.commands.report import main as report
 from rl.commands.runs import main as runs
 from rl.config.messages import nearest
 from rl.config.schema import ConfigError
+from rl.simple_launch import main as launch
 from rl.text import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,3 +107,31 @@ def test_a_wrong_option_or_value_is_answered_with_the_nearest(
         check_gpu(["configs/quickstart.jsonnet", "--tiny", "seed=1", "--out", __file__])
     assert "name a folder" in capsys.readouterr().err
     assert nearest("rank", ["r", "alpha"]) == "did you mean 'r'?"
+
+
+def test_what_may_be_left_out_is_neither_demanded_nor_guessed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for main, arguments, error in (
+        (rehearse, [], "rl rehearse: the following arguments are required: config\n"),
+        (judge, ["audit"], "rl judge: the following arguments are required: config\n"),
+        (judge, ["x", "c"], "rl judge: argument action: 'x' is no choice; known: attack, audit\n"),
+        (launch, ["--check"], "rl check: a config is missing, for example: rl check configs/"),
+        (launch, ["--smok", "c"], "unrecognized arguments: --smok; did you mean '--smoke'?\n"),
+        (edit, ["--only-words"], "rl enhance: the following arguments are required: --run"),
+        (report, ["--refres"], "--page-only, --single-file\n"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert error in capsys.readouterr().err
+    for main, options in ((runs, ["--help"]), (report, ["--help"])):
+        with pytest.raises(SystemExit, match="0"):
+            main(options)
+        shown = capsys.readouterr().out
+        assert shown.count("{written,") == (main is runs) and "--refresh" not in shown
+
+
+def test_of_many_known_words_only_the_nearest_are_shown() -> None:
+    known = [f"some_key_{number}" for number in range(40)]
+    assert nearest("x_7", known).count("some_key_") == 16
+    assert holds(nearest("x_7", known), "some_key_7, ... and 24 more")

@@ -136,6 +136,7 @@ def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypa
 def test_the_summary_line_has_reward_speed_and_eta():
     stream = io.StringIO()
     rank_console = Console(True, stream)
+    rank_console.iteration(0, 101, {"eval/reward": 0.4, "time/iteration_s": 99.0})
     rank_console.iteration(1, 101, {"time/iteration_s": 10.0})
     rank_console.iteration(
         2,
@@ -153,7 +154,8 @@ def test_the_summary_line_has_reward_speed_and_eta():
             "renderer/pool_restarts": 1,
         },
     )
-    first, second = stream.getvalue().splitlines()
+    untrained, first, second = stream.getvalue().splitlines()
+    assert untrained == "[0/101]  held-out 0.4", "no time of an iteration is known yet"
     assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
     assert second == (
         "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  queue 2.5  "

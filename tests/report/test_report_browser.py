@@ -138,6 +138,14 @@ def test_hostile_text_is_shown_literally(tab: Tab) -> None:
     assert tab.page.evaluate(kinds.format("e => getComputedStyle(e).unicodeBidi")) == ["isolate"]
 
 
+def test_the_overview_shows_the_first_sample_before_and_after(tab: Tab) -> None:
+    tab.go("", ".first img")
+    source, before, after = tab.texts(".first figure")
+    assert (source, before[:12], after[:11]) == ("source", "before: 0.10", "after: 0.90")
+    tab.page.locator(".first a").click()
+    tab.page.locator("#at-sample:not([hidden]) .across").wait_for()
+
+
 def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
     tab.go("#it=2&g=2", ".member")
     one, lost, bare = tab.texts(".member")
@@ -226,6 +234,7 @@ def test_charts_show_values_under_the_pointer_and_find_any_metric(tab: Tab) -> N
     ]  # fmt: skip
     values = figure.locator(".legend .n")
     assert values.all_text_contents() == ["0.25 → 1"]
+    figure.scroll_into_view_if_needed()
     box = figure.locator("svg[role=img]").bounding_box()
     # Iterations 1 to 4 are between 44 and 432 of 440 px of the drawing.
     tab.page.mouse.move(box["x"] + box["width"] * (44 + 388 / 3) / 440, box["y"] + 20)
@@ -336,7 +345,8 @@ def test_keys_navigate_the_page(tab: Tab) -> None:
 
 def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
     tab.go("", "figure svg")
-    assert not [url for url in tab.requests if url.endswith(".png")]
+    first = [url for url in tab.requests if url.endswith(".png")]
+    assert all("/evaluation/" in url for url in first) and len(first) <= 3, "the first sample's"
     data = [url.rpartition("/")[2] for url in tab.requests if "/data/" in url]
     assert data == ["metrics.js"], "no data of samples either"
 

@@ -254,6 +254,18 @@ def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
     assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
 
 
+def test_the_manifest_is_not_rewritten_for_each_part(tmp_path, monkeypatch) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=9)
+    monkeypatch.setattr(pages, "CHUNK", 1)
+    writes, write = [], pages.write_atomically
+    monkeypatch.setattr(
+        pages, "write_atomically", lambda path, text: (writes.append(path.name), write(path, text))
+    )
+    refresh_pages(run_dir)
+    assert sum(name.startswith(("find_", "eval_")) for name in writes) == 11, "parts"
+    assert writes.count("made_of.json") == 4 + 1, "after 1, 2, 4 and 8 parts, and at the end"
+
+
 def test_an_interrupted_refresh_continues_where_it_stopped(tmp_path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=4)
     monkeypatch.setattr(pages, "CHUNK", 2)

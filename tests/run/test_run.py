@@ -153,6 +153,21 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
     assert all(each.image is full.image and not each.prompt.model_inputs for each in written)
 
 
+def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> None:
+    mock, record, writer = (
+        MagicMock(),
+        MagicMock(run_dir=Path("my runs/x")),
+        BackgroundWriter(tmp_path),
+    )
+    Recording(Dist(), mock, mock, mock, record, mock, mock, writer, 9).end()
+    said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
+    assert said == [
+        "page: 'my runs/x'/report/index.html",
+        "what it learnt: rl report 'my runs/x'",
+        "use it: rl edit --run 'my runs/x' ...",
+    ]
+
+
 def test_the_slowest_rank_and_its_phases_are_logged() -> None:
     seconds = [
         {"generate": 2.0, "learn": 3.0},

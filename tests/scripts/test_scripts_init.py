@@ -69,7 +69,7 @@ def test_what_cannot_be_written_is_refused(data: str, capsys: Any) -> None:
         (["--system", "edit", "--data", "no.jsonl"], "no.jsonl does not exist"),
         (["--system", "edit", "--data", data, "--gpus", "x"], "number of GPUs: 'x'"),
         (["--system", "prompts", "--data", data], "--held-out is missing"),
-        (["--name", "a b"], "name of the run: 'a b'"),
+        (["--name", "a b"], "name of the run: 'a b' is not made of letters, digits"),
     ):
         assert holds(refusal(init.main, ["--yes", *arguments]), message)
     Path("there.jsonnet").touch()

@@ -121,6 +121,8 @@ def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, 
         file.write(b'{"iteration": "x"}\n{"iteration": 4, "eval/reward": "high"}\n\xff\n{"iter')
     (runs["steps"] / "checkpoints/step_000002/state.json").write_text("{}")
     (tmp_path / "photos").mkdir()
+    (tmp_path / "vlm").mkdir()
+    (tmp_path / "vlm/config.json").write_text('{"model_type": "qwen2_5_vl"}')
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/.lock").touch()
     (tmp_path / "a file").touch()
@@ -129,7 +131,8 @@ def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, 
     for parts in (
         "config: ... config.json ... damaged",
         "format 99",
-        "photos: ... no run",
+        "photos: no run",
+        "vlm: no run",
         "begun: ... no config.json",
     ):
         assert holds(" ".join(out.split()), parts)

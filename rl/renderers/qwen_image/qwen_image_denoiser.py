@@ -98,11 +98,12 @@ class Denoiser:
         """
         model = self._model
         lengths = tuple(len(states) for states in states_R)
-        states = torch.cat([states.to(model.device, model.dtype) for states in states_R])
+        device, dtype = model.device, model.dtype  # diffusers walks all parameters at each access
+        states = torch.cat([states.to(device, dtype) for states in states_R])
         image_rotary, text_rotary = (
             torch.view_as_real(positions).unsqueeze(1)
             for positions in model.pos_embed(
-                [list(shapes)], max_txt_seq_len=max(lengths), device=model.device
+                [list(shapes)], max_txt_seq_len=max(lengths), device=device
             )
         )
         return Conditioning(

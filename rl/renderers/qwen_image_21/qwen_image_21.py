@@ -43,7 +43,8 @@ class QwenImage21(QwenImage[Config]):
     state_dim_key = "context_in_dim"
     hub_state_dim = 4096  # Qwen3-VL-8B
     hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
-        "Qwen/Qwen-Image-2.1": {"transformer": 7.115e9, "vae": 0.338e9}
+        model: {"transformer": 7.115e9, "vae": 0.338e9}
+        for model in ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo")
     }
     metrics: ClassVar[Mapping[str, Metric]] = {
         "rows_per_start": Metric(

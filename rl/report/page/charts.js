@@ -157,6 +157,7 @@
 
   page.overview = async (state) => {
     const section = document.getElementById("at-overview");
+    page.firstSample(section.querySelector(".first"));
     const data = await page.load("metrics");
     const view = (name) => section.querySelector(`.curves.${name}`);
     if (!data || !data.it.length) return;

@@ -148,6 +148,19 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
     cards.replaceChildren(...matching.slice(start, start + CARDS).map((p) => card(p, a.set, b.set, link)));
   };
 
+  // The first held-out sample that was drawn, before and after, for the overview.
+  page.firstSample = (place) => {
+    if (place.hasChildNodes() || !page.facts.first.length) return;
+    const [before, after] = page.facts.first;
+    const sets = page.sets({});
+    const drawn = (row, at, name) => page.figure(page.at(sets[at].base, row.img), `${row.say} (${name})`,
+      `${name}: `, page.reward(row), ", ", isolated(row.text || "(no words)"));
+    const link = page.hash({eval: sets[1].it, id: after.id, a: sets[0].page});
+    place.replaceChildren(
+      el("p", {class: "soft"}, "The first held-out sample: ", el("a", {href: link}, isolated(after.say || after.id))),
+      el("div", {class: "tops"}, page.sources(sets[1].base, after), drawn(before, 0, "before"), drawn(after, 1, "after")));
+  };
+
   const card = ({old, after, gain}, a, b, link) => {
     const names = [page.setName(a), page.setName(b)];
     const bareLabel = "the user's own words";
