@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build
-from rl.check import check_report, run_folder, this_machine
+from rl.check import check_report, run_folder, this_machine, what_changes
 from rl.check.fetch import fetch_models
 from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
@@ -56,6 +56,7 @@ HELP = {
 """,
 }
 CHECK_MARKS = {
+    r"^replaced without \+.*": "yellow",
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
     "^nothing is wrong$|^no mistake found.*": "bold green",
 }
@@ -99,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            text, code = check_report.report(config, config.gpu_gb, args.online)
+            origin = what_changes.origin_of(args.config, args.overrides)
+            text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             command_line.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         problems += check_report.problems(config)
@@ -111,10 +113,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise ConfigError(problems)
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
+        if any(": missing" in problem for problem in problems):
+            problems = what_changes.explained(
+                problems, what_changes.origin_of(args.config, args.overrides)
+            )
         command_line.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
     resolved = build.resolve(config)
-    for title, lines in check_report.remarks(resolved).items():
+    origin = what_changes.origin_of(args.config, args.overrides)
+    for title, lines in check_report.remarks(resolved, origin).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):
