@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from rl.build import Resolved, RewardPlugin
 from rl.config.jsonnet import Base, built_upon
+from rl.config.messages import sections
 from rl.config.printing import escaped
 from rl.config.schema import RunConfig, chosen_engine, with_pool
 from rl.config.shipped import find_config
@@ -23,6 +24,7 @@ from rl.text.scrub import scrub
 Values = Mapping[str, Any]
 MAX_LINES, MAX_CHARS, MAX_DROPPED = 40, 78, 3
 ABSENT: Any = ...
+SECTIONS = {key for key, _ in sections(RunConfig)} | {"policy", "engine", "renderer", "rewards"}
 NAMES = ("run_name", "base_exp_dir")
 """The report's first line has them."""
 
@@ -50,18 +52,20 @@ class Change:
     """It has its default again, because its section was replaced without `+`."""
 
 
-def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
-    """The origin of the config in the file at `path`."""
+def origin_of(
+    path: str | Path, overrides: Sequence[str], config: RunConfig | None = None
+) -> Origin:
+    """The origin of the config in the file at `path`; None: it has problems."""
+    own = config.model_dump(mode="json", exclude_unset=True) if config else {}
     file = find_config(path)
-    own, bases = built_upon(file, overrides, os.environ) if file else ({}, [])
-    sections = [key for key in RunConfig.model_fields if isinstance(own.get(key), Mapping)]
-    return Origin(own, [base for base in bases if any(key in base.values for key in sections)])
+    bases = built_upon(file, overrides, os.environ, own) if file else []
+    return Origin(own, [base for base in bases if base.values.keys() & SECTIONS])
 
 
 def changes(resolved: Resolved, origin: Origin) -> dict[str, list[str]]:
     """Title -> 'key: value (was value)' for all that differs from the first imported file or,
-    without one, from the defaults; {} if nothing does, or if these are EARL's flat keys."""
-    if not origin.own or origin.own.keys() - RunConfig.model_fields.keys():
+    without one, from the defaults; {} if nothing does."""
+    if not origin.own:
         return {}
     base = next(iter(origin.bases), Base("the defaults", {}, {}))
     lines = [
@@ -77,7 +81,7 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
     """'section: what it drops of an imported file' for each section replaced without `+`."""
     texts_of: dict[str, dict[str, str]] = {}
     for base in origin.bases:
-        for each in _changes(resolved, origin.own, base.here):
+        for each in _changes(resolved, origin.own, base.sections):
             if each.is_dropped:
                 was, now = _texts(each.base, each.value, MAX_CHARS // 3)
                 texts_of.setdefault(each.section, {})[each.key] = f"{each.key} {was} (now {now})"

@@ -41,31 +41,25 @@ local set(x, path, value, key) =
   else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
 """Jsonnet that applies an override through `super`: the file's own `self` references see it."""
-_ALONE = (
-    "base + { [k]: config[k] for k in ['run_name', 'base_exp_dir'] if std.objectHas(config, k) }"
-)
-_BASE = """
-local base = import %(file)s;
+_NAMES = ["run_name", "base_exp_dir"]
+_ALONE = """
+local base = import %s;
+base + { [k]: config[k] for k in %s if std.objectHas(config, k) }
+"""
+_HERE = """
+local base = import %s;
+local keys = %s;
 local kept(x, own) =
   if std.isObject(x) && std.isObject(own) then {
     [k]: if std.objectHas(own, k) then kept(x[k], own[k]) else x[k]
     for k in std.objectFields(x)
     if std.objectHas(own, k) || !std.objectHasAll(own, k)
   } else x;
-{
-  own: config,
-  alone: %(alone)s,
-  here: {
-    [k]:
-      kept(
-        (base + { [o]: config[o] for o in std.objectFieldsAll(config) if o != k })[k], config[k]
-      )
-    for k in std.objectFields(base)
-    if std.objectHas(config, k)
-  },
-}
+local here(key) =
+  (base + { [k]: config[k] for k in std.objectFieldsAll(config) if k != key })[key];
+{ [k]: kept(here(k), config[k]) for k in std.objectFields(base) if std.member(keys, k) }
 """
-"""Jsonnet that compares `config` with a file that it is built upon."""
+"""Jsonnet for the fields of `Base`."""
 _PLAIN = re.compile(r"-?(0|[1-9]\d{0,99})(\.\d{1,99})?|true|false|null", re.ASCII)
 """Numbers that do not overflow and constants, which JSON and Jsonnet write alike."""
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
@@ -111,26 +105,28 @@ class Base:
     name: str
     values: Mapping[str, Any]
     """Its values, with the config's `run_name` and `base_exp_dir`."""
-    here: Mapping[str, Any]
-    """Its value of each key, if the config gives all other keys theirs: what it derives from them
-    is as in the config. Without keys that the config hides (`zero_stage:: null`)."""
+    sections: Mapping[str, Any]
+    """Its value of each section in which the config lacks a key, if the config gives all other
+    sections theirs: what it derives from them is as in the config. Without keys that the config
+    hides (`zero_stage:: null`)."""
 
 
 def built_upon(
-    path: Path, overrides: Sequence[str], env: Mapping[str, str]
-) -> tuple[dict[str, Any], list[Base]]:
-    """(the values of a config without problems, the files that its object is built upon, as in
-    `(import 'base.libsonnet') + { ... }`). Without files that are no object, and without imports
-    that only give a value to a key."""
+    path: Path, overrides: Sequence[str], env: Mapping[str, str], own: Mapping[str, Any]
+) -> list[Base]:
+    """The files that the object in the file `path` is built upon, `(import 'base.libsonnet') + {
+    ... }`, if its values are `own`. Without files that are no object, and without imports that
+    only give a value to a key."""
     path, files = path.resolve(), []
     marked = f"{path.parent}/./"  # Jsonnet names only the importing file's folder
 
     def find(folder: str, name: str) -> tuple[str, bytes]:
         if not folder:
             return marked + path.name, path.read_bytes()
+        if folder != marked:  # what a base imports takes time, and changes nothing here
+            return name, b"{}"
         file = next(f for f in (Path(folder, name), configs_folder() / name) if f.is_file())
-        if folder == marked and file not in files:
-            files.append(file)
+        files.extend([file] if file not in files else [])
         return str(file), file.read_bytes()
 
     with suppress(RuntimeError):  # looks at no key, so that only what makes the object is read
@@ -139,13 +135,22 @@ def built_upon(
         )
     bases = []
     for file in files:
-        for alone in (_ALONE, "self.here"):  # a base may be incomplete by itself
-            result = _BASE % {"file": json.dumps(str(file)), "alone": alone}
-            if parts := evaluate(path, overrides, env, result=result)[0]:
-                bases.append(Base(file.name, parts["alone"], parts["here"]))
-                own = parts["own"]
-                break
-    return (own if bases else evaluate(path, overrides, env)[0] or {}), bases
+        name = json.dumps(str(file))
+        values, _ = evaluate(path, overrides, env, result=_ALONE % (name, _NAMES))
+        # Without values, the file is incomplete by itself.
+        keys = [key for key in own if values is None or _lacks(own[key], values.get(key))]
+        result = _HERE % (name, [key for key in keys if key not in _NAMES])
+        here = evaluate(path, overrides, env, result=result)[0] if keys else None
+        if values or here:
+            bases.append(Base(file.name, values or here or {}, here or {}))
+    return bases
+
+
+def _lacks(own: Any, base: Any) -> bool:
+    """Whether a section of `base` has a key that the same section of `own` has not."""
+    if not (isinstance(own, dict) and isinstance(base, dict)):
+        return False
+    return any(key not in own or _lacks(own[key], value) for key, value in base.items())
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
