@@ -19,6 +19,7 @@ from rl.config.messages import sections
 from rl.config.printing import escaped
 from rl.config.schema import RunConfig, chosen_engine, with_pool
 from rl.config.shipped import find_config
+from rl.files.atomic import with_leaves
 from rl.text.scrub import scrub
 
 Values = Mapping[str, Any]
@@ -134,9 +135,11 @@ def _changes(resolved: Resolved, own: Values, base: Values) -> Iterator[Change]:
             new, old = _stated(key, value, of), _stated(key, was, () if is_other else of)
             if parts := _parts(new, old):
                 inner = models.get(path) or [getattr(model, key, None) for model in of]
-                yield from walk(path, inner, *parts, in_list or isinstance(new, list))
+                found = [*walk(path, inner, *parts, in_list or isinstance(new, list))]
+                is_back = bool(found) and key not in value
+                yield from [Change(at, key, new, old, not in_list)] if is_back else found
             elif new != old and not (is_other and key not in value):
-                is_back = key in was and key not in value and new is not ABSENT
+                is_back = key not in value and new is not ABSENT
                 yield Change(at, key, new, old, is_back and not in_list)
 
     def settled(values: Values) -> Values:
@@ -192,4 +195,5 @@ def _text(value: Any) -> str:
         return "nothing"
     if isinstance(value, Mapping) and "type" in value:
         value = {"type": value["type"], **value}
-    return scrub(json.dumps(value))  # before it is cut: `scrub` does not know half a secret
+    whole = with_leaves(value, lambda x: int(x) if isinstance(x, float) and x % 1 == 0 else x)
+    return scrub(json.dumps(whole))  # before it is cut: `scrub` does not know half a secret
