@@ -236,7 +236,7 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
     except RuntimeError as error:
         message = _message(str(error))
         is_jsonnet = text.startswith(("{", "[", "'", '"')) or re.search(
-            "external variable|couldn.t open import", message
+            "external variable|couldn.t open import|std.extVar gives", message
         )
         if is_jsonnet:
             raise ValueError(f"{text} cannot be evaluated: {message}") from error
