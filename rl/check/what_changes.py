@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,9 @@ class Origin:
 UNKNOWN = Origin({}, ())
 
 
-@dataclass(frozen=True)
-class Change:
-    """A key whose value differs; ABSENT: it has neither a value nor a default."""
-
-    section: str
-    key: str
-    value: Any
-    base: Any
-    is_dropped: bool
-    """It has its default again, because its section was replaced without `+`."""
+Change = tuple[str, Any, Any, bool]
+"""(key, value, base's value, whether the key has its default again because its section was replaced
+without `+`). ABSENT: neither a value nor a default."""
 
 
 def origin_of(
@@ -69,11 +63,8 @@ def changes(resolved: Resolved, origin: Origin) -> dict[str, list[str]]:
     if not origin.own:
         return {}
     base = next(iter(origin.bases), Base("the defaults", {}, {}))
-    lines = [
-        _line(each)
-        for each in _changes(resolved, origin.own, base.values)
-        if each.section or each.key not in NAMES
-    ]
+    found = _changes(resolved, origin.own, base.values)
+    lines = [_line(*change[:3]) for change in found if change[0] not in NAMES]
     more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return {f"differs from {base.name}": [*lines[:MAX_LINES], *more]} if lines else {}
 
@@ -82,10 +73,11 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
     """'section: what it drops of an imported file' for each section replaced without `+`."""
     texts_of: dict[str, dict[str, str]] = {}
     for base in origin.bases:
-        for each in _changes(resolved, origin.own, base.sections):
-            if each.is_dropped:
-                was, now = _texts(each.base, each.value, MAX_CHARS // 3)
-                texts_of.setdefault(each.section, {})[each.key] = f"{each.key} {was} (now {now})"
+        for path, value, its_value, is_dropped in _changes(resolved, origin.own, base.sections):
+            if is_dropped:
+                section, _, key = path.rpartition(".")
+                was, now = _texts(its_value, value, MAX_CHARS // 3)
+                texts_of.setdefault(section, {})[key] = f"{key} {was} (now {now})"
     lines = []
     for section, texts in texts_of.items():
         more = [f"{len(texts) - MAX_DROPPED} more"] if len(texts) > MAX_DROPPED else []
@@ -96,19 +88,19 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
 
 def explained(problems: Sequence[str], origin: Origin) -> list[str]:
     """The problems of a config; a missing key says which imported file has it, if one does."""
-    return [problem + _had(problem, origin) for problem in problems]
+    lines = list(problems)
+    for i, problem in enumerate(problems):
+        key, _, rest = problem.partition(": ")
+        section, _, last = key.rpartition(".")
+        for base in origin.bases if section and rest.startswith("missing") else ():
+            if last in reduce(_inside, section.split("."), base.values):
+                lines[i] = f"{problem}; {base.name} has it: {_remedy(section)} to keep it"
+    return lines
 
 
-def _had(problem: str, origin: Origin) -> str:
-    key, _, rest = problem.partition(": ")
-    section = key.rpartition(".")[0]
-    for base in origin.bases if section and rest.startswith("missing") else ():
-        value: Any = base.values
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            return f"; {base.name} has it: {_remedy(section)} to keep it"
-    return ""
+def _inside(of: Values, part: str) -> Values:
+    inner = of.get(part)
+    return inner if isinstance(inner, Mapping) else {}
 
 
 def _remedy(section: str) -> str:
@@ -133,14 +125,15 @@ def _changes(resolved: Resolved, own: Values, base: Values) -> Iterator[Change]:
         for key in dict.fromkeys([*value, *was]):
             path = f"{at}.{key}" if at else key
             new, old = _stated(key, value, of), _stated(key, was, () if is_other else of)
-            if parts := _parts(new, old):
+            parts, found = _parts(new, old), []
+            if parts:
                 inner = models.get(path) or [getattr(model, key, None) for model in of]
                 found = [*walk(path, inner, *parts, in_list or isinstance(new, list))]
-                is_back = bool(found) and key not in value
-                yield from [Change(at, key, new, old, not in_list)] if is_back else found
+            if parts and (key in value or not found):
+                yield from found
             elif new != old and not (is_other and key not in value):
-                is_back = key not in value and new is not ABSENT
-                yield Change(at, key, new, old, is_back and not in_list)
+                is_dropped = key not in value and new is not ABSENT and not in_list
+                yield path, new, old, is_dropped
 
     def settled(values: Values) -> Values:
         values = with_pool(values)
@@ -172,12 +165,11 @@ def _parts(new: Any, old: Any) -> tuple[Values, Values] | None:
     return (new, old) if isinstance(new, Mapping) and isinstance(old, Mapping) else None
 
 
-def _line(change: Change) -> str:
-    path = f"{change.section}.{change.key}" if change.section else change.key
+def _line(path: str, new: Any, old: Any) -> str:
     max_chars = MAX_CHARS - len(path)
-    if change.base is ABSENT:
-        return f"{path}: {escaped(_text(change.value), max_chars)}"
-    value, was = _texts(change.value, change.base, max_chars // 2)
+    if old is ABSENT:
+        return f"{path}: {escaped(_text(new), max_chars)}"
+    value, was = _texts(new, old, max_chars // 2)
     return f"{path}: {value} (was {was})"
 
 
