@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build
-from rl.check import check_report, run_folder, this_machine
+from rl.check import check_report, run_folder, this_machine, what_changes
 from rl.check.check_data import check_data
-from rl.check.fetch import fetch_models
+from rl.check.fetch import fetch_small_files, fetch_weights
 from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
@@ -57,6 +57,7 @@ HELP = {
 """,
 }
 CHECK_MARKS = {
+    r"^replaced without \+.*": "yellow",
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
     "^nothing is wrong$|^no mistake found.*above\\)$": "bold green",
     "^nothing is wrong; .*|^no mistake found.* warnings? above$": "bold yellow",
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            text, code = check_report.report(config, config.gpu_gb, args.online)
+            origin = what_changes.origin_of(args.config, args.overrides, config)
+            text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             command_line.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         problems += check_report.problems(config, with_data=False)
@@ -110,15 +112,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if problems:
             raise ConfigError(problems)
         resolved = build.resolve(config)
+        problems = fetch_small_files(resolved)  # with a tokenizer, which counts a row's tokens
         data = check_data(resolved, is_start=True)
-        problems = data.problems or check_report.judge_problems(resolved, data.most_pictures)
-        if problems := problems or fetch_models(resolved):
+        problems += data.problems
+        problems = problems or check_report.judge_problems(resolved, data.most_pictures)
+        if problems := problems or fetch_weights(resolved):
             raise ConfigError(problems)
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
+        if any(": missing" in problem for problem in problems):
+            problems = what_changes.explained(
+                problems, what_changes.origin_of(args.config, args.overrides)
+            )
         command_line.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    for title, lines in check_report.remarks(resolved, data).items():
+    origin = what_changes.origin_of(args.config, args.overrides, config)
+    for title, lines in check_report.remarks(resolved, data, origin).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):

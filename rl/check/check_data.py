@@ -34,8 +34,9 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
     report = DataReport()
     rules = build.row_rules(resolved, None if is_start else MAX_OPENED)
     contents: dict[str, Sequence[int]] = {}
-    for plugin in [*resolved.train, *resolved.validation]:
-        if not is_start and not plugin.cls.is_here(plugin.config):
+    plugins = [*resolved.train, *resolved.validation]
+    for plugin in sorted(plugins, key=lambda plugin: not plugin.cls.is_here(plugin.config)):
+        if not plugin.cls.is_here(plugin.config) and (not is_start or report.problems):
             report.lines.append(f"{plugin.key}: not read, only a start does")
             continue
         try:

@@ -26,6 +26,7 @@ from rl.check.this_machine import (
     machine_lines,
     machine_problems,
 )
+from rl.check.what_changes import UNKNOWN, Origin, changes, dropped, explained
 from rl.checkpoints.checkpoint import find, read_state
 from rl.config.schema import ConfigError, RunConfig, listed
 from rl.judge.endpoint import resolve_api_bases
@@ -51,11 +52,14 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
     return config_problems or dry_problems(resolved)
 
 
-def remarks(resolved: build.Resolved, data: DataReport) -> dict[str, list[str]]:
+def remarks(
+    resolved: build.Resolved, data: DataReport, origin: Origin = UNKNOWN
+) -> dict[str, list[str]]:
     """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one, and
-    for what is odd about the data."""
+    for what is odd about the data. `origin`: as in `report`."""
     lines_by_title = {
         "data that is probably not what is meant": data.warnings,
+        "replaced without +, which drops values of the imported file": dropped(resolved, origin),
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
@@ -100,13 +104,15 @@ def smallest_gpu_gb(
     return min(sizes_gb, default=None)
 
 
-def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str, int]:
+def report(
+    config: RunConfig, gpu_gb: float, online: bool = False, origin: Origin = UNKNOWN
+) -> tuple[str, int]:
     """(report, exit code: 1 if there are problems); the report's last lines list them. `online`:
-    also ask the judge."""
+    also ask the judge. `origin`: what the config states and imports."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
-        return _verdict(list(error.problems), [])
+        return _verdict(explained(error.problems, origin), [])
     if unusable := folder_problems(config.run_dir):
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
@@ -134,8 +140,9 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         **({"render pool": pool_lines(resolved)} if config.pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
+        **changes(resolved, origin),
     }
-    warnings = remarks(resolved, data)
+    warnings = remarks(resolved, data, origin)
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
     failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]

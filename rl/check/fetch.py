@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,31 @@ def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
     return [(*model, is_cached) for model, is_cached in models.items()]
 
 
-def fetch_models(resolved: Resolved) -> list[str]:
-    """Download the models into the local cache in one process, with progress bars: the small files
-    of all models first, so that a model of another kind is refused before its weights. (Ranks
-    download files that this misses.) Returns a problem, with key and remedy, for each model of
-    another kind, and for each that is not cached and cannot be downloaded."""
-    if is_offline():
-        return []
-    models = list(_models_of(resolved))
-    missing = {path: key for key, path, is_cached in hub_models(resolved) if not is_cached}
-    problems = _download(models, lambda model: (model.config, *SMALL_FILES), missing)
-    for key, model in models:
+def fetch_small_files(resolved: Resolved) -> list[str]:
+    """Download the files beside the weights of all models into the local cache. Returns a problem,
+    with key and remedy, for each model of another kind than its plugin loads, and for each that is
+    not cached and cannot be downloaded."""
+    problems = _fetch(resolved, lambda model: (model.config, *SMALL_FILES))
+    for key, model in [] if is_offline() else _models_of(resolved):
         section = key.removesuffix(model.key)
         problems += (f"{section}{problem}" for problem in model_problems([model]))
-    return problems or _download(models, _weight_files, missing)
+    return problems
 
 
-def _download(
-    models: Iterable[tuple[str, ModelFiles]],
-    names_of: Callable[[ModelFiles], Iterable[str]],
-    missing: Mapping[str, str],
-) -> list[str]:
-    """Download the models' files of these names. A failure is a problem for those of `missing`
-    (hub id -> key): an earlier start may have fetched the others."""
+def fetch_weights(resolved: Resolved) -> list[str]:
+    """Download the weights likewise, in one process, with progress bars. (Ranks download files that
+    this misses.) Returns the problems."""
+    return _fetch(resolved, _weight_files)
+
+
+def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) -> list[str]:
+    """Download the models' files of these names, if the environment allows it. A failure is a
+    problem for models that are not cached: an earlier start may have fetched the others."""
+    if is_offline():
+        return []
+    missing = {path: key for key, path, is_cached in hub_models(resolved) if not is_cached}
     patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
-    for _, model in models:
+    for _, model in _models_of(resolved):
         for name in names_of(model):
             patterns[model.path, model.revision].append(os.path.join(model.subfolder, name))
     problems = []

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_enhance = arguments[:1] == [ENHANCE_OPTION]
     args = _parser(is_enhance).parse_intermixed_args(arguments)
     from rl import build
-    from rl.check.fetch import fetch_models
+    from rl.check.fetch import fetch_small_files, fetch_weights
     from rl.edit import edit_files
     from rl.edit.editor import Editor
     from rl.edit.trained import config_for_use, load_trained, pick_device
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line.complain(f"{name}: {reason}" if len(requests) > 1 else reason)
     if len(reasons) == len(requests):
         return 1
-    if problems := fetch_models(build.resolve(config)):
+    resolved = build.resolve(config)
+    if problems := fetch_small_files(resolved) or fetch_weights(resolved):
         raise ConfigError(problems)
     print(f"loading {args.run}", flush=True)
     with Editor(config, args.device, trained, base_policy, args.size, args.only_words) as editor:

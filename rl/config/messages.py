@@ -7,6 +7,7 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -41,7 +42,7 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
             first = of_key.setdefault(loc, {**each, "loc": loc})
             if first["msg"] != each["msg"]:
                 first["msg"] += f" or {each['msg'].removeprefix('Input should be ')}"
-        return None, [_sentence(model, problem, at) for problem in of_key.values()]
+        return None, [_sentence(model, problem, at, values) for problem in of_key.values()]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -65,12 +66,14 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
             yield from sections(section, f"{at}.{name}" if at else name)
 
 
-def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
+def _sentence(
+    model: type[BaseModel], problem: Mapping[str, Any], at: str, values: Mapping[str, Any]
+) -> str:
     loc = problem["loc"]
     key = ".".join(part[:MAX_SHOWN] for part in (at, *loc) if part) or "the config"
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"{key}: unknown key; {_nearest_key(model, loc)}"
+        return f"{key}: unknown key; {_nearest_key(model, loc, at, values)}"
     if kind == "value_error":  # the section's own message
         return f"{key}: {problem['ctx']['error']}"
     if kind == "json_invalid" or not loc:
@@ -86,16 +89,29 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     literals = re.findall("'(.+?)'", allowed) if kind == "literal_error" else []
     close = difflib.get_close_matches(str(problem["input"]), literals, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
+    if kind.startswith("string_type") and isinstance(problem["input"], int | float):
+        hint = f"; write it in quotes (on the command line: \"{key}='{value}'\")"
+    elif isinstance(problem["input"], str) and not (kind.startswith("string") or literals):
+        with suppress(ValueError):
+            json.loads(problem["input"])
+            hint = (
+                "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
+            )
     return f"{key}: {value} given, {must} {allowed}{hint}{description}"
 
 
-def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
+def _nearest_key(
+    model: type[BaseModel], loc: Sequence[str], at: str, values: Mapping[str, Any]
+) -> str:
     """Suggests the nearest key of the same section, else another section that has this key."""
     name = loc[-1][:MAX_SHOWN]
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
-    if not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        keys = [key for key, other in sections(model) if name in other.model_fields]
+    is_top = not (at or loc[1:])
+    if is_top or not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        keys = [key for key, other in sections(model, at) if name in other.model_fields]
+        if is_top:  # `model` does not know the keys of plugins, but the file may state this one
+            keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
         if keys:
             return (
                 f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from rl.api import find
 from rl.api.renderer import Renderer
 from rl.checkpoints.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
 from rl.config import formats
+from rl.config.jsonnet import evaluate
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG
@@ -158,7 +158,7 @@ def config_for_use(
 
     Args:
         trained: the weights and their run.
-        settings: `key=value` overrides of the run's config; a value that is not JSON is text.
+        settings: `key=value` overrides of the run's config, as `rl train` takes them.
         device: 'auto' = CUDA if available, else the CPU. On the CPU everything is float32.
         num_steps: the renderer's denoising steps; None: the run's.
         size_px: (width, height); or (side,): a square, or about as many pixels in the source's
@@ -189,8 +189,12 @@ def config_for_use(
         values[section] = {**values[section], **supported}
         values[section].pop("max_memory_gb", None)
     values["renderer"] |= _renderer_overrides(resolved.renderer, num_steps, size_px)
+    if settings:
+        changed, problems = evaluate(Path(where), settings, os.environ, values)
+        if changed is None or problems:
+            raise ConfigError(problems)
+        values = changed
     for setting in settings:
-        values = _set(values, setting)
         if re.split("[.=]", setting)[0] not in READ:
             raise ValueError(
                 f"setting {setting!r} has no effect here: only {', '.join(READ)}; see --seed"
@@ -253,25 +257,3 @@ def pick_device(device: str = "auto") -> str:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device {device} cannot be used: {reason}; try --device cpu") from error
     return device
-
-
-def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
-    """The config with `setting` applied. Raises ValueError if `setting` is not `a.b=value`."""
-    key, equals, text = setting.partition("=")
-    names = key.split(".")
-    if not equals or not all(names):
-        raise ValueError(f"setting {setting!r}: write key.sub=value, as in renderer.num_steps=8")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    changed = dict(values)
-    inner = changed
-    for name in names[:-1]:
-        section = inner.get(name, {})
-        if not isinstance(section, Mapping):
-            raise ValueError(f"setting {setting!r}: {name} is a plain value, not a section")
-        inner[name] = dict(section)
-        inner = inner[name]
-    inner[names[-1]] = value
-    return changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from tiny_messages import holds
 
 from rl import build, simple_launch
 from rl.check import check_report
-from rl.check.fetch import fetch_models
+from rl.check.fetch import fetch_small_files, fetch_weights
 
 QWEN, EDIT = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen-Image-Edit"
 OLDER = "Qwen/Qwen2-VL-7B-Instruct"
+
+
+def fetch_models(resolved: build.Resolved) -> list[str]:
+    return fetch_small_files(resolved) or fetch_weights(resolved)
+
+
+def has_weights(patterns: Mapping[str, Sequence[str]]) -> bool:
+    return any("safetensors" in name for names in patterns.values() for name in names)
 
 
 @pytest.fixture
@@ -83,14 +92,14 @@ def test_a_model_of_another_kind_is_refused_before_any_weights(
     [problem] = fetch_models(build.resolve(config))
     assert holds(problem, f"policy.model_path: {OLDER} ... 'qwen2_vl' ... only 'qwen2_5_vl'")
     assert {path for path, _ in patterns} == {OLDER, EDIT}
-    assert not [name for _, names in patterns for name in names if "safetensors" in name]
+    assert not has_weights(dict(patterns))
 
 
 def test_data_and_judge_are_checked_before_models_are_fetched(
     fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check_report, "START_PATIENCE_S", 0.0)
-    monkeypatch.setattr(check_report, "problems", lambda config: [])
+    monkeypatch.setattr(check_report, "problems", lambda config, with_data: [])
     monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: False)
 
     def refusal_of(column: str, judge: dict[str, Any]) -> str:
@@ -106,7 +115,8 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
     assert holds(refusal_of("wrong", gone), "train.jsonl: has no column 'wrong'"), (
         "the local file first"
     )
-    assert holds(refusal_of("instruction", gone), "no judge at http://127.0.0.1:9") and not fetched
+    assert holds(refusal_of("instruction", gone), "no judge at http://127.0.0.1:9")
+    assert not has_weights(fetched)
     with FaultyJudge() as judge:
         refusal = refusal_of("instruction", {**gone, "api_base": judge.api_base})
-    assert holds(refusal, "401 gated") and EDIT in fetched
+    assert holds(refusal, "401 gated") and has_weights(fetched)

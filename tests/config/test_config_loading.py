@@ -84,6 +84,7 @@ def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None
             "optimizer.gradient_checkpointing=true",
             "judge.api_base=http://host:4877/v1",
             "run_name=second",
+            "judge.revision=2026-11-26",
             "final_reward.weights={one: 2}",
             "data.train.0.type=elsewhere",
         ],
@@ -94,6 +95,7 @@ def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None
     assert config.optimizer.gradient_checkpointing is True
     assert config.judge.api_base == "http://host:4877/v1"
     assert config.run_name == "second"
+    assert config.judge.revision == "2026-11-26"
     assert config.final_reward.weights == {"one": 2.0}
     assert config.data.train == [{"type": "elsewhere"}]
 
@@ -130,7 +132,21 @@ def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_fil
         ("run_name.first=3", "override run_name.first: first"),
         ("optimizer.learning_rat=1", "unknown ... 'learning_rate'"),
         ("sampling.kl_coeff=1", "unknown ... 'algorithm.kl_coeff'"),
-        ("run_name=2024", "run_name: 2024 ... string"),
+        ("run_name=2024", "run_name: 2024 ... string ... \"run_name='2024'\""),
+        ("judge.revision=[2026-11-26]", "judge.revision: [1989] ... string"),
+        ("learning_rate=1", "unknown ... 'optimizer.learning_rate'"),
+        ("weights={one: 1}", "unknown ... 'final_reward.weights'"),
+        ("path=x", "path: unknown key; known: "),
+        ("seed=2 * std.extVar('APP__SEED')", "seed: ... std.parseJson(std.extVar(...))"),
+        (
+            "seed=if std.extVar('APP__SEED') then 1 else 2",
+            "seed: ... std.parseJson(std.extVar(...)",
+        ),
+        (
+            "seed=std.extVar('APP__SEED')",
+            'seed: "7" ... integer; ... std.parseJson(std.extVar(...))',
+        ),
+        ("optimizer.betas='[0, 0]'", "optimizer.betas: ... std.parseJson(std.extVar(...))"),
         ("run_name=a/b", 'run_name: "a/b" ... match'),
         ("num_iterations='3'", 'num_iterations: "3" ... integer'),
         ("optimizer.betas=[2, 0.9]", "optimizer.betas.0: 2 ... less than 1"),
@@ -147,7 +163,7 @@ def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_fil
     ],
 )
 def test_a_wrong_override_is_explained(run_file: Path, override: str, parts: str) -> None:
-    [problem] = problems_of(run_file, override)
+    [problem] = problems_of(run_file, override, env={"APP__SEED": "7"})
     assert holds(problem, parts), problem
 
 

@@ -246,7 +246,7 @@ WRONG = [
     ),
     (["nowhere.png", "red"], r"nowhere\.png does not exist; paths start at"),
     (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
-    (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
+    (["--set", "renderer", "{}"], "override 'renderer': write key.sub=value"),
     (["--only-words", "--steps", "3", "{}"], "draws nothing: leave out .*--steps"),
     (["--set", "seed=5", "{}"], "'seed=5' has no effect here: only policy"),
     (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
@@ -297,7 +297,7 @@ def test_steps_and_size_reach_the_renderer(runs: Any, tmp_path: Path) -> None:
     assert (area["num_steps"], area["output_area_px"], area["width_px"]) == (7, 96 * 96, None)
     sides = used_config(run, size_px=(96, 64)).renderer
     assert (sides["width_px"], sides["height_px"]) == (96, 64)
-    changed = used_config(run, settings=["renderer.batch_size=3"])
+    changed = used_config(run, settings=["renderer.batch_size=2 + 1", "engine.type='transformers'"])
     assert changed.renderer["batch_size"] == 3
     assert changed.policy["adapter_path"].endswith("step_000003/model")
     assert changed.rewards == {}

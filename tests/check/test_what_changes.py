@@ -1,0 +1,146 @@
+"""`rl check` shows what a config changes of the file that it imports, and what it drops of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_config
+from tiny_messages import holds
+
+from rl.build import resolve
+from rl.check.what_changes import changes, dropped, origin_of
+from rl.config.schema import load_config
+from rl.simple_launch import main
+
+BASE = """{
+  run_name: error 'name the run', base_exp_dir: 'runs', num_iterations: 3,
+  prompts_per_iteration: 2 * $.world_size, generations_per_prompt: 2, world_size: 4,
+  policy: { type: 'qwen2_5_vl', model_path: 'a/b', lora: { r: 8, alpha: 16 } },
+  engine: { type: 'transformers' }, renderer: { type: 'qwen_image_edit', num_steps: 5 },
+  rewards: { vie: { type: 'viescore', judge: { model: 'm', api_base: 'http://h:1' } } },
+  data: { train: [{ type: 'prompts', path: 'a.txt' }], on_bad_row: 'skip' },
+  optimizer: { betas: [0.5, 0.9] } + if $.world_size > 1 then { zero_stage: 1 } else {},
+}"""
+NAMED = "(import 'base.jsonnet') + { run_name: 'mine' } + "
+
+
+def looked_at(folder: Path, text: str, *overrides: str) -> tuple[list[str], list[str]]:
+    """(titles and lines of the changes, dropped) of a config `text`."""
+    (folder / "base.jsonnet").write_text(BASE)
+    (folder / "poem.txt").write_text("optimizer")
+    (folder / "data.libsonnet").write_text("[{ type: 'prompts', path: 'b.txt' }]")
+    (file := folder / "mine.jsonnet").write_text(text)
+    config = load_config(file, overrides)
+    resolved, origin = resolve(config), origin_of(file, overrides, config)
+    blocks = changes(resolved, origin).items()
+    return [line for title, lines in blocks for line in (title, *lines)], dropped(resolved, origin)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("{}", ["seed=1"], ["seed: 1 (was 0)"]),
+        (
+            "{ world_size: 1 }",
+            [],
+            ["prompts_per_iteration: 2 (was 8)", "world_size: 1 (was 4)",
+             "optimizer.zero_stage: 2 (was 1)"],
+        ),
+        ("{ optimizer+: { betas: [0.5, 0.9], zero_stage:: null } }", [],
+         ["optimizer.zero_stage: 2 (was 1)"]),
+        ("{ data+: { train: import 'data.libsonnet' } }", [],
+         ['data.train.0.path: "b.txt" (was "a.txt")']),
+        ("{}", ["data.train.0.path=c.txt"], ['data.train.0.path: "c.txt" (was "a.txt")']),
+        ("{}", ["optimizer.betas.1=0.8"], ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
+        (
+            "{ renderer: { type: 'none' }, rewards: { acc: { type: 'accuracy' } } }",
+            [],
+            ['renderer.type: "none" (was "qwen_image_edit")', 'rewards.acc: {"type": "accuracy"}',
+             'rewards.vie: nothing (was {"type": "viescore", "judge": {"a...)'],
+        ),
+        ("{ policy+: { system_prompt: 'see ' + importstr 'poem.txt' } }", [],
+         ['policy.system_prompt: "see optimizer" (was "You are a helpful assistant....)']),
+    ],
+)  # fmt: skip
+def test_each_difference_to_the_imported_file_is_a_line(tmp_path, text, overrides, expected):
+    lines, drops = looked_at(tmp_path, NAMED + text, *overrides)
+    assert (lines, drops) == (["differs from base.jsonnet", *expected], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{ optimizer: { zero_stage: 1 } }",
+         "optimizer: drops betas [0.5, 0.9] (now [0.9, 0.95]); write optimizer+: { ... }"),
+        ("{ policy+: { lora: { r: 16 } } }",
+         "policy.lora: drops alpha 16 (now 64); write policy+: { lora+: { ... } }"),
+        ("{ policy: { type: 'qwen2_5_vl', model_path: 'c/d' } }",
+         'policy: drops lora {"alpha": 16, "r": 8} (now {"r": 32'),
+        ("{ data: { train: [{ type: 'prompts', path: 'a.txt' }] } }",
+         'data: drops on_bad_row "skip" (now "error")'),
+        ("{ rewards+: { vie: { type: 'viescore' } } }", "rewards.vie: drops judge {"),
+    ],
+)  # fmt: skip
+def test_a_section_replaced_without_plus_says_what_it_drops(tmp_path, text, expected):
+    [line] = looked_at(tmp_path, NAMED + text)[1]
+    assert holds(line, expected), line
+
+
+def test_only_what_makes_the_object_counts_as_imported(tmp_path: Path) -> None:
+    base = "local base = import 'base.jsonnet'; "
+    lines, drops = looked_at(
+        tmp_path, base + "base { run_name: 'x', optimizer+: { betas: [0, 1/2] } }"
+    )
+    assert lines == ["differs from base.jsonnet", "optimizer.betas: [0, 0.5] (was [0.5, 0.9])"]
+    own = BASE.replace("error 'name the run'", "'x'").replace("num_iterations: 3", "num_epochs: 3")
+    lines, drops = looked_at(tmp_path, base + own.replace("a/b", "' + base.policy.model_path + '"))
+    assert lines[:2] == ["differs from the defaults", "num_epochs: 3 (was null)"] and not drops
+
+
+def test_check_prints_both_without_secrets(tmp_path, monkeypatch, capsys) -> None:
+    (file := tmp_path / "mine.jsonnet").write_text(
+        "(import 'tiny_prompts.jsonnet') + { optimizer: { learning_rate: 1e-3 }, "
+        "policy+: { system_prompt: std.extVar('APP__WORDS') } }"
+    )
+    monkeypatch.setenv("APP__WORDS", "say s3cret-w0rds!")
+    monkeypatch.setenv("MY_TOKEN", "s3cret-w0rds!")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--check", str(file)])
+    report = capsys.readouterr().out
+    assert holds(report, '\n  optimizer.backend: "deepspeed" (was "torch")\n ... <MY_TOKEN>')
+    assert holds(
+        report, "replaced without +, ... \n  optimizer: drops ... 3 more; write optimizer+: {"
+    )
+    assert "s3cret" not in report
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            "policy: { lora: { r: 8 } }",
+            "policy.type: missing ... write policy+: { ... } to keep it",
+        ),
+        ("data: { validation: [] }", "data.train: missing ... tiny_prompts.jsonnet has it"),
+    ],
+)
+def test_a_missing_key_says_which_imported_file_has_it(tmp_path, capsys, text, parts) -> None:
+    (file := tmp_path / "mine.jsonnet").write_text(
+        f"(import 'tiny_prompts.jsonnet') + {{ {text} }}"
+    )
+    with pytest.raises(SystemExit, match="1"):
+        main(["--check", str(file)])
+    assert holds("".join(capsys.readouterr()), parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny_config.DISTINCT)
+def test_no_shipped_config_drops_what_it_imports(name: str, monkeypatch) -> None:
+    for variable, value in tiny_config.ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
+    file, config = f"configs/{name}.jsonnet", tiny_config.shipped(name)
+    origin = origin_of(file, [], load_config(file))
+    assert (
+        origin.bases and changes(resolve(config), origin) and not dropped(resolve(config), origin)
+    )
