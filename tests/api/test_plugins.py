@@ -131,7 +131,7 @@ DATA: list[tuple[str, str]] = [
     (ROWS + "return Sample('same', 'a')", "rows 0, 1, 2 ... 'same' ... own"),
     (ROWS + "return int('x')", "stranger.D ... invalid literal ... stranger.py, line "),
     (ROWS + "return Sample(str(index), 'a') if index < 2 else None", "row 2 is None ... Sample"),
-    (ROWS + "... | @classmethod | def count(cls, config): return -1", "D.count ... -1 ... int >="),
+    (ROWS + "... | @classmethod | def is_here(cls, config): return 1", "D.is_here ... 1 ... bool"),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image
 from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
 from tiny_messages import holds
 
@@ -31,9 +32,9 @@ def config(path: str, **more) -> edit_jsonl.Config:
 def outcomes(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     """(problems, the error that is raised, ids kept under 'skip', number of rows skipped)."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
-    problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     with pytest.raises(BadRowError) as error:
         edit_jsonl.EditJsonl(settings, RULES)
+    problems = str(error.value).split("\n")[:-1]
     kept = edit_jsonl.EditJsonl(settings, RowRules("skip", MAX_SIDE_PX))
     ids = [kept[index].id for index in range(len(kept))]
     return problems, str(error.value), ids, kept.num_skipped
@@ -45,7 +46,6 @@ def test_photographs_and_instructions_become_samples(folder):
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
     ]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.EditJsonl.problems(settings, RULES) == []
     source = edit_jsonl.EditJsonl(settings, RULES)
     assert (len(source), source.num_skipped) == (2, 0)
     first, second = source[0], source[1]
@@ -79,7 +79,7 @@ def test_columns_can_have_other_names(folder):
 def test_pictures_may_be_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
-    assert edit_jsonl.EditJsonl.problems(config(path, image_folder=str(folder)), RULES) == []
+    assert len(edit_jsonl.EditJsonl(config(path, image_folder=str(folder)), RULES)) == 1
     text = config(write_jsonl(other / "t.jsonl", [{"instruction": "2+2?"}]), columns={"source": ""})
     assert edit_jsonl.EditJsonl.provides(text) == frozenset()
     assert edit_jsonl.EditJsonl(text, RULES)[0].source is None
@@ -128,45 +128,62 @@ def test_picture_headers_are_checked_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    assert edit_jsonl.EditJsonl.problems(settings, RULES) == []
     with pytest.raises(BadRowError, match=r"row 1: source picture .*PNG or JPEG"):
         edit_jsonl.EditJsonl(settings, RULES)
     with pytest.raises(BadRowError, match=r"row 2: .*640x427 px.*data.max_image_side_px"):
         edit_jsonl.EditJsonl(settings, RowRules("error", 500))
 
 
-def test_truncated_pictures_are_found_at_start_if_configured(folder):
-    content = (folder / "china.jpg").read_bytes()
-    (folder / "half.jpg").write_bytes(content[: len(content) // 2])
-    rows = [{**GOOD, "image": "half.jpg"}, GOOD]
-    path = write_jsonl(folder / "edits.jsonl", rows)
-    late = edit_jsonl.EditJsonl(config(path), RULES)
-    with pytest.raises(BadRowError, match=r"row 1: source picture .*half.jpg .*truncated"):
-        late[0]
-    assert late[1].id == "edits.jsonl:2"
+def test_damaged_pictures_are_found_at_start(folder):
+    """One that is cut off always, other damage if configured. A picture may be followed by more, as
+    phones write it."""
+    photo = (folder / "china.jpg").read_bytes()
+    Image.open(folder / "china.jpg").save(folder / "china.png")
+    drawing = (folder / "china.png").read_bytes()
+    broken = bytearray(drawing)
+    broken[len(drawing) // 2 : len(drawing) // 2 + 9] = b"no pixels"
+    files = {
+        "half.jpg": photo[: len(photo) // 2],
+        "half.png": drawing[: len(drawing) // 2],
+        "longer.jpg": photo + b"a film" * 9000,
+        "broken.png": bytes(broken),
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    path = write_jsonl(folder / "edits.jsonl", [{**GOOD, "image": name} for name in files])
+    with pytest.raises(BadRowError, match=r"row 1: source picture .*half.jpg .*truncated") as error:
+        edit_jsonl.EditJsonl(config(path), RULES)
+    assert [line[: line.index(":")] for line in str(error.value).split("\n")[:-1]] == [
+        f"{path}, row {row}" for row in (1, 2)
+    ]
+    late = edit_jsonl.EditJsonl(config(path), RowRules("skip", MAX_SIDE_PX))
+    assert late[0].id == "edits.jsonl:3"
+    with pytest.raises(BadRowError, match=r"row 4: source picture .*broken.png"):
+        late[1]
     early = edit_jsonl.EditJsonl(
         config(path, picture_check="pixels"), RowRules("skip", MAX_SIDE_PX)
     )
-    assert (len(early), early.num_skipped) == (1, 1)
+    assert (len(early), early.num_skipped) == (1, 3)
 
 
 def test_a_file_without_usable_rows_is_reported(folder):
     def problem(path, mode="error"):
-        return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
+        with pytest.raises(BadRowError) as error:
+            edit_jsonl.EditJsonl(config(str(path)), RowRules(mode, MAX_SIDE_PX))
+        return str(error.value).split("\n")[0]
 
     assert holds(problem(folder / "gone.jsonl"), "gone.jsonl ... exist")
-    assert edit_jsonl.EditJsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
     assert holds(problem(folder / "empty.jsonl"), "empty.jsonl ... is empty")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
     assert holds(problem(folder / "utf16.jsonl"), "row 1: ... UTF-8")
     assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
-    with pytest.raises(BadRowError, match="no row is left"):
-        edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))
 
 
 def test_a_long_list_of_problems_is_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
-    problems = edit_jsonl.EditJsonl.problems(settings, RULES)
-    assert len(problems) == 11
-    assert "15 more" in problems[-1]
+    with pytest.raises(BadRowError) as error:
+        edit_jsonl.EditJsonl(settings, RULES)
+    problems = str(error.value).split("\n")
+    assert len(problems) == 12
+    assert "15 more" in problems[-2]

@@ -65,7 +65,6 @@ def build(path, on_bad_row="error", **more):
 
 @pytest.mark.parametrize("name", ["edits.parquet", "saved", "splits", "shards"])
 def test_every_local_form_is_read(folder, name):
-    assert hf_dataset.HfDataset.problems(config(folder / name), RULES) == []
     source = build(folder / name)
     assert (len(source), source.num_skipped) == (3, 0)
     assert [source[i].instruction for i in (0, 2)] == ["make it dusk", "add a bee"]
@@ -93,18 +92,6 @@ def test_columns_and_nested_cells_are_read(folder):
     }
 
 
-def test_rows_are_counted_where_that_is_cheap(folder):
-    assert hf_dataset.HfDataset.count(config(folder / "edits.parquet")) == 3
-    (folder / "no.parquet").write_text("x")
-    unknown = [
-        config("owner/name"),
-        config(folder / "saved"),
-        config(folder / "no.parquet"),
-        config(folder / "edits.parquet", split="train[:1]"),
-    ]
-    assert [hf_dataset.HfDataset.count(settings) for settings in unknown] == [None] * 4
-
-
 def test_splits_and_slices_are_read(folder):
     assert len(build(folder / "splits", split="test")) == 1
     assert build(folder / "edits.parquet", split="train[2:]")[0].instruction == "add a bee"
@@ -119,31 +106,30 @@ def test_splits_and_slices_are_read(folder):
 def test_a_missing_column_is_named_with_the_existing_ones(folder):
     settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
     expected = "edits.parquet: ... 'prompt', 'image' ... before, after, edit, complexity, meta"
-    [problem] = hf_dataset.HfDataset.problems(settings, RULES)
-    assert holds(problem, f"{expected} ... `columns`")
-    with pytest.raises(BadRowError, match="'prompt', 'image'"):
+    with pytest.raises(BadRowError) as error:
         hf_dataset.HfDataset(settings, RULES)
+    assert holds(str(error.value), f"{expected} ... `columns`")
 
 
 def test_a_missing_data_set_is_reported(folder, monkeypatch):
-    def problems(path) -> list[str]:
-        return hf_dataset.HfDataset.problems(config(path), RULES)
-
     for name in ("notes.txt", "fake.parquet"):
         (folder / name).write_text("x")
     for name, parts in (
-        ("gone.parquet", "file or folder ... hub id"),
         ("notes.txt", ".parquet, .arrow, .csv, .json, .jsonl ... '.txt'"),
         ("fake.parquet", str(folder / "fake.parquet")),
     ):
-        [problem] = problems(folder / name)
-        assert holds(problem, parts), problem
-    assert problems("owner/name") == []
+        with pytest.raises(BadRowError) as error:
+            build(folder / name)
+        assert holds(str(error.value), parts)
+        assert hf_dataset.HfDataset.is_here(config(folder / name))
+    assert not hf_dataset.HfDataset.is_here(config("owner/name"))
     with pytest.raises(BadRowError, match=r"owner/name: .* file or folder"):
         build("owner/name")
     monkeypatch.delattr(hf_dataset, "_open")  # it would ask the hub for a file's name
-    with pytest.raises(BadRowError, match="gone"):
-        build(folder / "gone.parquet")
+    for path in (folder / "gone.parquet", "owner/gone.jsonl", "./owner/gone"):
+        assert hf_dataset.HfDataset.is_here(config(path))
+        with pytest.raises(BadRowError, match="gone"):
+            build(path)
 
 
 def test_bad_rows_are_named_or_skipped(folder, tmp_path):
@@ -161,14 +147,12 @@ def test_bad_rows_are_named_or_skipped(folder, tmp_path):
     with pytest.raises(BadRowError) as error:
         build(tmp_path / "bad.parquet")
     lines = str(error.value).splitlines()
-    assert holds(lines[0], "row 1: source picture ('before') ... 6 B ... none of PNG")
-    assert holds(lines[1], "row 2: ... 'edit' ... empty")
-    assert holds(lines[2], "row 3: source picture ('before') ... None")
+    assert holds(lines[0], "row 2: source picture ('before') ... 6 B ... none of PNG")
+    assert holds(lines[1], "row 3: ... 'edit' ... empty")
+    assert holds(lines[2], "row 4: source picture ('before') ... None")
+    assert holds(lines[3], "row 5: source picture ('before') ... truncated")
     kept = build(tmp_path / "bad.parquet", "skip")
-    assert (len(kept), kept.num_skipped) == (2, 3)
-    with pytest.raises(BadRowError, match=r"row 4: .*truncated"):
-        kept[1]
-    assert build(tmp_path / "bad.parquet", "skip", picture_check="pixels").num_skipped == 4
+    assert (len(kept), kept.num_skipped) == (1, 4)
 
 
 def test_pictures_may_be_paths_or_bytes(folder, tmp_path):
@@ -180,11 +164,12 @@ def test_pictures_may_be_paths_or_bytes(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_config_check_does_not_import_datasets(folder):
+def test_lines_are_read_without_datasets(folder):
+    (folder / "edits.jsonl").write_text('{"edit": "make it dusk", "before": "china.jpg"}')
     code = (
         "import sys; from rl.data import hf_dataset as h;"
-        f"c = h.Config(type='hf_dataset', path={str(folder / 'edits.parquet')!r});"
-        "assert h.HfDataset.problems(c, h.RowRules('error', 99));"
+        f"c = h.Config(type='hf_dataset', path={str(folder / 'edits.jsonl')!r}, columns={COLUMNS});"
+        "assert len(h.HfDataset(c, h.RowRules('error', 999))) == 1;"
         "assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from rl.api.data import DataSource
 from rl.api.engine import Engine
-from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
@@ -51,7 +50,3 @@ class Nix(DataSource):
 
     def __getitem__(self, index: int) -> Sample:
         return Sample(str(index), "do nothing")
-
-    @classmethod
-    def count(cls, config: PluginConfig) -> int:
-        return 40

@@ -73,11 +73,6 @@ class SyntheticSource(DataSource[ConfigT]):
                 return value
 
     @classmethod
-    def count(cls, config: ConfigT) -> int | None:
-        """Samples in the set."""
-        return config.num_samples
-
-    @classmethod
     def provides(cls, config: ConfigT) -> frozenset[str]:
         """Fields of every sample."""
         return cls.carries
