@@ -42,15 +42,12 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         try:
             source = build.open_source(plugin, rules)
         except ValueError as error:
-            report.problems += [
-                line if line.startswith(f"{plugin.key}: ") else f"{plugin.key}: {line}"
-                for line in str(error).split("\n")
-            ]
+            report.problems.append(f"{plugin.key}: {str(error).removeprefix(f'{plugin.key}: ')}")
             continue
         findings = source.findings
-        left_out = f", {source.num_skipped} bad ones left out" if source.num_skipped else ""
-        unread = f"; not read: {'; '.join(findings.unread)}" if findings.unread else ""
-        report.lines.append(f"{plugin.key}: {len(source)} rows{left_out}{unread}")
+        left_out = f"; left out as bad: {source.num_skipped}" if source.num_skipped else ""
+        unread = "".join(f"; not read: {text}" for text in findings.unread)
+        report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
         report.num_rows[plugin.key] = len(source)
         report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)

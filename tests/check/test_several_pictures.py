@@ -45,7 +45,7 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
     text, code = check_report.report(
         config_of(tmp_path, plugin, ONE, THREE, renderer=renderer), 141
     )
-    [line] = (line for line in text.splitlines() if "data.train.0: " in line)
+    [line] = (line for line in text.splitlines() if "- data.train.0: " in line)
     assert code == 1 and holds(line, f"{tmp_path}/r.jsonl, row 2: ... 3 source ... {remedy}"), line
     skipping = config_of(
         tmp_path, plugin, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"}
@@ -64,7 +64,10 @@ def test_pictures_that_fill_the_prompt_are_reported(tmp_path: Path) -> None:
 
     parts = "data.train.0: ... 3 source pictures ... 188 tokens ... policy.max_prompt_tokens is 564"
     assert holds(report(564), f"{parts} ... raise")
-    assert "data.train.0: " not in report(565) + report(564, data={"on_bad_row": "skip"})
+    assert "\nnothing is wrong" in report(565)
+    assert holds(
+        report(564, data={"on_bad_row": "skip"}), "data.train.0: rows: 1; left out as bad: 1"
+    )
 
 
 def test_the_judge_gets_as_many_pictures_as_a_row_has(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,6 @@ def test_files_are_found_in_both_layouts_with_any_prefix(
     more = {} if prefix is None else {"prefix": prefix.format(tmp=tmp_path)}
     path = write_list(tmp_path / file_of_list / "tokenized_datalist.json", entries, **more)
     assert [sample.instruction for sample in load(path)] == ["make it 0", "make it 1"]
-    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RULES) == []
-    assert emu3_tokens.TokenisedEdits.count(make_config(path)) == 2
 
 
 def test_a_list_behind_the_old_setups_broken_link_is_found(tmp_path: Path) -> None:
@@ -165,12 +164,10 @@ def test_a_list_behind_the_old_setups_broken_link_is_found(tmp_path: Path) -> No
 def test_missing_entries_are_named_or_skipped(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(3))
     path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
-    problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RULES)
-    assert holds(problems[0], "entry 2 ... gone.pth ... exist")
-    assert "1 of the first 4" in problems[1]
-    assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096)) == []
-    with pytest.raises(BadRowError, match=r"(?s)gone\.pth .*on_bad_row: 'skip'"):
-        load(path)
+    for rules in (RULES, replace(RULES, opens=1)):
+        with pytest.raises(BadRowError) as error:
+            emu3_tokens.TokenisedEdits(make_config(path), rules)
+        assert holds(str(error.value), "entry 2 ... gone.pth ... exist ... on_bad_row: 'skip'")
     rows = load(path, "skip")
     assert rows.num_skipped == 1
     assert [sample.instruction for sample in rows] == ["make it 0", "make it 1", "make it 2"]
@@ -178,17 +175,20 @@ def test_missing_entries_are_named_or_skipped(tmp_path: Path) -> None:
 
 def test_files_that_are_missing_list_the_folders_tried(tmp_path: Path) -> None:
     path = write_list(tmp_path / "set" / "list" / "l.json", ["1.pth"], prefix="/their/disk")
-    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096))
+    with pytest.raises(BadRowError, match="looked in") as error:
+        load(path, "skip")
     for tried in ("/their/disk", str(tmp_path / "set"), str(tmp_path / "set" / "feature")):
-        assert tried in problem
-    with pytest.raises(BadRowError, match="looked in"):
-        load(path)
+        assert tried in str(error.value)
 
 
 def test_a_file_that_breaks_after_the_check_is_named(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(2))
+    path = write_list(tmp_path / "set" / "list" / "l.json", entries)
+    rows = load(path)
     (tmp_path / "set" / "feature" / "1.pth").write_bytes(b"not a file of torch's")
-    rows = load(write_list(tmp_path / "set" / "list" / "l.json", entries))
+    with pytest.raises(BadRowError, match=r"feature/1\.pth: is refused"):
+        load(path)
+    assert len(load(path, "skip")) == 1
     with pytest.raises(BadRowError, match=r"feature/1\.pth: is refused"):
         rows[1]
     (tmp_path / "set" / "feature" / "1.pth").unlink()
@@ -208,8 +208,8 @@ def test_a_file_that_breaks_after_the_check_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_no_list_is_named(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "l.json"
     file.write_text(content)
-    (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(file), RULES)
-    assert complaint in problem and str(file) in problem
-    assert emu3_tokens.TokenisedEdits.count(make_config(file)) is None
-    (absent,) = emu3_tokens.TokenisedEdits.problems(make_config(tmp_path / "none.json"), RULES)
-    assert "does not exist" in absent and "setup_datasets.sh" in absent
+    with pytest.raises(BadRowError) as error:
+        load(file)
+    assert complaint in str(error.value) and str(file) in str(error.value)
+    with pytest.raises(BadRowError, match=r"does not exist .*setup_datasets.sh"):
+        load(tmp_path / "none.json")

@@ -243,14 +243,16 @@ def test_a_damaged_picture_is_refused(photo, tmp_path):
     whole = photo.read_bytes()
     truncated = tmp_path / "half.jpg"
     truncated.write_bytes(whole[: len(whole) // 2])
-    check_header(truncated, 8192)
-    with pytest.raises(UnusableError, match=r"half.jpg .*truncated .*; replace"):
-        decode(truncated, 8192)
+    for read in (check_header, decode):
+        with pytest.raises(UnusableError, match=r"half.jpg .*truncated .*; replace"):
+            read(truncated, 8192)
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     png = bytearray(encoded(Image.fromarray(noise)))
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
+    with pytest.raises(UnusableError, match=r"pointer of Git LFS, .* git lfs pull"):
+        check_header(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", 8192)
     for content in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
         with pytest.raises(UnusableError, match=r"none of PNG.* PNG or JPEG.*HEIC"):
             check_header(content, 8192)

@@ -143,14 +143,16 @@ class QwenPrompts:
             width, height = prompting.size_of_area(
                 width, height, self._template.image_area_px, self._template.image_multiple_px
             )
-        height, width = smart_resize(
-            height,
-            width,
-            factor=self._token_px,
-            min_pixels=self.image_processor.size["shortest_edge"],
-            max_pixels=self.image_processor.size["longest_edge"],
-        )
-        return width, height
+        size, before = (height, width), (0, 0)
+        while size != before:  # of a thin picture, the processor shortens its own result again
+            before = size
+            size = smart_resize(
+                *size,
+                factor=self._token_px,
+                min_pixels=self.image_processor.size["shortest_edge"],
+                max_pixels=self.image_processor.size["longest_edge"],
+            )
+        return size[1], size[0]
 
     def _sized(self, image: Image) -> Image:
         """The picture after both resizes, so that the trainer's and the engine's processors, which

@@ -71,7 +71,11 @@ class QwenRowCheck:
         if self._num_bytes(num_pictures) + num_bytes <= most:
             return True
         most -= self._num_tokens(num_pictures)
-        return num_bytes <= most or (most > 0 and self._count(instruction) <= most)
+        if num_bytes <= most or most < 0:
+            return num_bytes <= most
+        # In an instruction, the text of a special token is ordinary text, which is longer.
+        is_plain = not any(special in instruction for special in self._specials)
+        return is_plain and self._count(instruction) <= most
 
     def _text(self, num_pictures: int) -> str:
         """All text of a prompt but its instruction."""
@@ -132,6 +136,11 @@ class QwenRowCheck:
             return Tokenizer.from_file(str(file))
         except Exception:  # the library's only class of errors
             return None
+
+    @cached_property
+    def _specials(self) -> list[str]:
+        tokens = self._counter.get_added_tokens_decoder() if self._counter else {}
+        return [token.content for token in tokens.values()]
 
     @cached_property
     def _builder(self) -> tuple[QwenPrompts, Thinking] | None:

@@ -1,0 +1,115 @@
+"""What a check knows of a row's prompt before any weights, against the prompts that are built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import tiny_qwen3
+from PIL import Image
+from tiny_messages import holds
+
+from rl.api.policy import ThoughtSection
+from rl.api.types import PromptTemplate, Sample, UnusableSampleError
+from rl.policies import qwen2_5_vl, qwen3_vl
+from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.qwen_vl.qwen_vl_row_check import QwenRowCheck
+from rl.policies.qwen_vl.qwen_vl_thought import Thinking
+from rl.policies.shared.prompting import chat_template
+
+AREA = replace(tiny_qwen.TEMPLATE, image_area_px=1024 * 1024, image_multiple_px=32)
+SIZES = [(8, 8), (64, 30), (300, 9), (1280, 8), (1400, 8), (8, 1590), (400, 400)]
+WORDS = ["paint it", "u\u0308\u0958" * 12, "<|im_end|>" * 3, "a b c d e f g h " * 5]
+THOUGHT = ThoughtSection(instruction="Think first, end with {marker}.", marker="Answer:")
+CASES: dict[str, tuple[Any, PromptTemplate | None, ThoughtSection | None]] = {
+    "chat": (qwen2_5_vl, None, None),
+    "chat, thought": (qwen2_5_vl, None, THOUGHT),
+    "area": (qwen2_5_vl, AREA, None),
+    "several": (qwen3_vl, tiny_qwen3.SEVERAL, None),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
+    folder = tmp_path_factory.mktemp("policies")
+    (folder / "2").mkdir()
+    (folder / "3").mkdir()
+    return {
+        qwen2_5_vl: tiny_qwen.save_policy_folder(folder / "2"),
+        qwen3_vl: tiny_qwen3.save_policy_folder(folder / "3"),
+    }
+
+
+def built_length(config: Config, template: PromptTemplate, sample: Sample) -> int | None:
+    """Tokens of the longest prompt that a run builds of the sample, with the pictures' tokens as
+    the image processor makes them; None if it refuses a picture."""
+    tokenizer, processor = load_tokenizer(config), load_image_processor(config)
+    prompts = QwenPrompts(tokenizer, processor, template, False, max_prompt_tokens=10**6)
+    thinking = Thinking(prompts, config.thought, False)
+    try:
+        prompt = thinking.prompt_to_sample(prompts.prompt(sample, sample.instruction))
+    except UnusableSampleError as error:
+        assert "absolute aspect ratio" in str(error)
+        return None
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    grids = prompt.model_inputs["image_grid_thw"]
+    merged = int(grids.prod(1).sum()) // processor.merge_size**2
+    assert prompt.token_ids.count(image_id) == merged
+    return len(prompt.token_ids) + len(thinking._marker_ids)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], case: str) -> None:
+    module, template, thought = CASES[case]
+    config = module.Config(type="", model_path=folders[module], thought=thought)
+    cls = module.Qwen3VL if module is qwen3_vl else module.Qwen25VL
+    num_built = num_refused = 0
+    for number, (size, words) in enumerate(product(SIZES, WORDS)):
+        if number % 3:
+            continue
+        sizes = [size] * (1 + (case == "several") * number % 2)
+        sample = Sample(str(number), words)
+        pictures = tuple(Image.new("RGB", size) for size in sizes)
+        length = built_length(
+            config,
+            template or chat_template(config.system_prompt),
+            replace(sample, sources=pictures),
+        )
+        for room in (-1, 0, 1, 20, 1000):
+            limit = (length or 2000) + room
+            check: Any = cls.row_check(
+                config.model_copy(update={"max_prompt_tokens": limit}), template
+            )
+            if length is None or room < 0:
+                with pytest.raises(UnusableSampleError, match=f"sample '{number}'"):
+                    check(sample, sizes)
+                num_refused += 1
+            else:
+                assert check(sample, sizes)
+                num_built += 1
+            if room == 1000 and template is None and max(size) <= 100 * min(size):
+                assert "_builder" not in vars(check), "the fast rules suffice"
+    assert num_built > 20 and num_refused > 8
+
+
+def test_without_the_models_files_only_what_is_certain_is_said(tmp_path: Path) -> None:
+    config = Config(type="", model_path="nobody/nothing", max_prompt_tokens=120)
+    sample = Sample("one", "paint it " * 3)
+    check = QwenRowCheck(config, None, slot_px=28)
+    assert check(replace(sample, instruction="x"), []) and not check(sample, [(64, 64)])
+    small = replace(AREA, image_area_px=56 * 56 * 14)
+    check = QwenRowCheck(config, small, slot_px=28)
+    assert not check(sample, [(64, 64), (64, 64)])
+    with pytest.raises(UnusableSampleError) as error:
+        check(sample, [(64, 64)] * 3)
+    assert holds(str(error.value), "3 source pictures ... 56 tokens ... 120 ... raise it, or lower")
+    known = QwenRowCheck(config.model_copy(update={"max_prompt_tokens": 5000}), small, slot_px=28)
+    assert known(sample, [None]), (
+        "a picture that was not opened is at most as large as the template's"
+    )
+    assert not known(sample, []), "the template shows a picture"
