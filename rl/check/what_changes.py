@@ -98,7 +98,7 @@ def _leaves(values: Values, at: str = "") -> Iterator[tuple[str, Any]]:
 def _replaced(own: Values, base: Values, at: str = "") -> Iterator[tuple[str, Values]]:
     """(dotted key, what it lacks of `base`) of each section replaced without `+`."""
     for key, was in base.items():
-        new = own.get(key)
+        new: Any = own.get(key)
         are_sections = isinstance(was, Mapping) and isinstance(new, Mapping)
         if are_sections and new.get("type", was.get("type")) == was.get("type"):
             if "+" not in new and key not in BY_NAME:
