@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            origin = what_changes.origin_of(args.config, args.overrides, config)
+            origin = what_changes.origin_of(args.config, args.overrides)
             text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             command_line.show(text, marks=CHECK_MARKS)
             sys.exit(code)
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             )
         command_line.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    origin = what_changes.origin_of(args.config, args.overrides, config)
+    origin = what_changes.origin_of(args.config, args.overrides)
     for title, lines in check_report.remarks(resolved, data, origin).items():
         for line in lines:
             _say(f"{title}: {line}")

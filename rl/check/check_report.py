@@ -140,7 +140,7 @@ def report(
         **({"render pool": pool_lines(resolved)} if config.pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
-        **changes(resolved, origin),
+        **changes(origin),
     }
     warnings = remarks(resolved, data, origin)
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -41,25 +39,28 @@ local set(x, path, value, key) =
   else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
 """Jsonnet that applies an override through `super`: the file's own `self` references see it."""
-_NAMES = ["run_name", "base_exp_dir"]
-_ALONE = """
+_MARKED = """
+local marked(x) =
+  if std.isObject(x) then
+    x { '+':: true } { [k]: marked(super[k]) for k in std.objectFields(x) }
+  else x;
 local base = import %s;
-base + { [k]: config[k] for k in %s if std.objectHas(config, k) }
+if std.isObject(base) then marked(base) { '+base':: { name: %s, base: base } } else base
 """
-_HERE = """
-local base = import %s;
-local keys = %s;
-local kept(x, own) =
-  if std.isObject(x) && std.isObject(own) then {
-    [k]: if std.objectHas(own, k) then kept(x[k], own[k]) else x[k]
-    for k in std.objectFields(x)
-    if std.objectHas(own, k) || !std.objectHasAll(own, k)
-  } else x;
-local here(key) =
-  (base + { [k]: config[k] for k in std.objectFieldsAll(config) if k != key })[key];
-{ [k]: kept(here(k), config[k]) for k in std.objectFields(base) if std.member(keys, k) }
+"""Jsonnet that imports a file, with a hidden key in each of its sections: a config that changes
+such a section with `+` has the key, too."""
+_OWN_AND_BASE = """
+local shown(x) =
+  if std.isObject(x) then
+    { [k]: shown(x[k]) for k in std.objectFields(x) + ['+'] if std.objectHasAll(x, k) }
+  else x;
+local from =
+  if std.objectHasAll(config, '+base') then config['+base']
+  else { name: 'base.libsonnet', base: import %s };
+local names = { [k]: config[k] for k in ['run_name', 'base_exp_dir'] if std.objectHas(config, k) };
+from { own: shown(config), base+: names }
 """
-"""Jsonnet for the fields of `Base`."""
+"""Jsonnet for what `own_and_base` returns."""
 _PLAIN = re.compile(r"-?(0|[1-9]\d{0,99})(\.\d{1,99})?|true|false|null", re.ASCII)
 """Numbers that do not overflow and constants, which JSON and Jsonnet write alike."""
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
@@ -75,17 +76,19 @@ def evaluate(
     env: Mapping[str, str],
     stored: Mapping[str, Any] | None = None,
     result: str = "config",
+    **how: Any,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """(the file's values with the overrides, None if it cannot be evaluated; all problems).
 
     `stored`: the values to change; None: those of the file. `result`: what to return, in Jsonnet.
+    `how`: arguments of `_jsonnet`.
     A missing environment variable is a problem; its name replaces its value, so that the rest of
     the file is still checked. Imports that are not found beside the importing file come from the
     shipped configs (`base.libsonnet`).
     """
     try:  # in a thread, because no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
-            job = pool.apply_async(_evaluate, (path, overrides, env, stored, result))
+            job = pool.apply_async(_evaluate, (path, overrides, env, stored, result, how))
             text, problems = job.get(MAX_S)
         values = None if text is None else json.loads(text)
     except multiprocessing.TimeoutError:
@@ -98,63 +101,26 @@ def evaluate(
     return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
 
 
-@dataclass(frozen=True)
-class Base:
-    """A file that a config is built upon."""
-
-    name: str
-    values: Mapping[str, Any]
-    """Its values, with the config's `run_name` and `base_exp_dir`."""
-    sections: Mapping[str, Any]
-    """Its value of each section in which the config lacks a key, if the config gives all other
-    sections theirs: what it derives from them is as in the config. Without keys that the config
-    hides (`zero_stage:: null`)."""
-
-
-def built_upon(
-    path: Path, overrides: Sequence[str], env: Mapping[str, str], own: Mapping[str, Any]
-) -> list[Base]:
-    """The files that the object in the file `path` is built upon, `(import 'base.libsonnet') + {
-    ... }`, if its values are `own`. Without files that are no object, and without imports that
-    only give a value to a key."""
-    path, files = path.resolve(), []
-    marked = f"{path.parent}/./"  # Jsonnet names only the importing file's folder
+def own_and_base(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """`own`, the values of the file at `path`, and `base` and its `name`, those of the file upon
+    which its object is built, `(import 'base.libsonnet') + { ... }`; without one, the defaults. A
+    section of `own` that has a key '+' is a changed one of `base`. {} if `base` has errors."""
+    path = path.resolve()
+    own = f"{path.parent}/./"  # Jsonnet names only the importing file's folder
+    first: dict[str, Path] = {}
 
     def find(folder: str, name: str) -> tuple[str, bytes]:
-        if not folder:
-            return marked + path.name, path.read_bytes()
-        if folder != marked:  # what a base imports takes time, and changes nothing here
-            return name, b"{}"
         file = next(f for f in (Path(folder, name), configs_folder() / name) if f.is_file())
-        files.extend([file] if file not in files else [])
-        return str(file), file.read_bytes()
+        is_jsonnet = file.suffix in (".json", ".jsonnet", ".libsonnet")  # not `importstr`
+        if folder == own and is_jsonnet and first.setdefault(own, file) == file:
+            return str(file), (_MARKED % (json.dumps(str(file)), json.dumps(file.name))).encode()
+        return (f"{own}{path.name}" if file == path else str(file)), file.read_bytes()
 
-    with suppress(RuntimeError):  # looks at no key, so that only what makes the object is read
-        _jsonnet.evaluate_snippet(
-            "", "std.type(import 'x')", import_callback=find, ext_vars=_variables(env)
-        )
-    bases = []
-    for file in files:
-        name = json.dumps(str(file))
-        values, _ = evaluate(path, overrides, env, result=_ALONE % (name, _NAMES))
-        # Without values, the file is incomplete by itself.
-        keys = [key for key in own if values is None or _lacks(own[key], values.get(key))]
-        result = _HERE % (name, [key for key in keys if key not in _NAMES])
-        here = evaluate(path, overrides, env, result=result)[0] if keys else None
-        if values or here:
-            bases.append(Base(file.name, values or here or {}, here or {}))
-    return bases
-
-
-def _lacks(own: Any, base: Any) -> bool:
-    """Whether a section of `base` has a key that the same section of `own` has not."""
-    if not (isinstance(own, dict) and isinstance(base, dict)):
-        return False
-    return any(key not in own or _lacks(own[key], value) for key, value in base.items())
-
-
-def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith("APP__")}
+    defaults = json.dumps(str(configs_folder() / "base.libsonnet"))
+    return (
+        evaluate(path, overrides, env, result=_OWN_AND_BASE % defaults, import_callback=find)[0]
+        or {}
+    )
 
 
 def _evaluate(
@@ -163,16 +129,17 @@ def _evaluate(
     env: Mapping[str, str],
     stored: Mapping[str, Any] | None,
     result: str,
+    how: Mapping[str, Any],
 ) -> tuple[str | None, list[str]]:
     """(JSON or None, problems)."""
-    variables = _variables(env)
+    variables = {name: value for name, value in env.items() if name.startswith("APP__")}
     problems = []
 
     def run(text: str) -> str:
         # mypy knows no types of `_jsonnet`.
         return str(
             _jsonnet.evaluate_snippet(
-                "overrides", text, ext_vars=variables, jpathdir=[str(configs_folder())]
+                "overrides", text, ext_vars=variables, jpathdir=[str(configs_folder())], **how
             )
         )
 

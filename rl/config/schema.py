@@ -535,13 +535,13 @@ def load_config(
         values, mistakes = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
         if mistakes:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
-    config, mistakes = validate(RunConfig, with_pool(values))
+    config, mistakes = validate(RunConfig, _with_pool(values))
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
 
 
-def with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config with `renderer: { type: 'ray_pool', of: ... }` split into both sections, so that
     every key of the renderer has the same name with and without a pool."""
     renderer = values.get("renderer")

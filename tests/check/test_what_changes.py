@@ -32,35 +32,33 @@ def looked_at(folder: Path, text: str, *overrides: str) -> tuple[list[str], list
     (folder / "data.libsonnet").write_text("[{ type: 'prompts', path: 'b.txt' }]")
     (file := folder / "mine.jsonnet").write_text(text)
     config = load_config(file, overrides)
-    resolved, origin = resolve(config), origin_of(file, overrides, config)
-    blocks = changes(resolved, origin).items()
+    resolved, origin = resolve(config), origin_of(file, overrides)
+    blocks = changes(origin).items()
     return [line for title, lines in blocks for line in (title, *lines)], dropped(resolved, origin)
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        ("{}", ["seed=1"], ["seed: 1 (was 0)"]),
+        ("{}", ["seed=1"], ["seed: 1"]),
         (
             "{ world_size: 1 }",
             [],
-            ["prompts_per_iteration: 2 (was 8)", "world_size: 1 (was 4)",
-             "optimizer.zero_stage: 2 (was 1)"],
+            ["prompts_per_iteration: 2 (was 8)", "world_size: 1 (was 4)"],
         ),
-        ("{ optimizer+: { betas: [0.5, 0.9], zero_stage:: null } }", [],
-         ["optimizer.zero_stage: 2 (was 1)"]),
+        ("{ optimizer+: { betas: [0.5, 0.8], zero_stage:: null } }", [],
+         ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
         ("{ data+: { train: import 'data.libsonnet' } }", [],
-         ['data.train.0.path: "b.txt" (was "a.txt")']),
-        ("{}", ["data.train.0.path=c.txt"], ['data.train.0.path: "c.txt" (was "a.txt")']),
+         ['data.train: [{"path": "b.txt", "type": "prompt... '
+          '(was [{"path": "a.txt", "type": "prompt...)']),
         ("{}", ["optimizer.betas.1=0.8"], ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
         (
             "{ renderer: { type: 'none' }, rewards: { acc: { type: 'accuracy' } } }",
             [],
-            ['renderer.type: "none" (was "qwen_image_edit")', 'rewards.acc: {"type": "accuracy"}',
-             'rewards.vie: nothing (was {"type": "viescore", "judge": {"a...)'],
+            ['renderer.type: "none" (was "qwen_image_edit")', 'rewards.acc.type: "accuracy"'],
         ),
         ("{ policy+: { system_prompt: 'see ' + importstr 'poem.txt' } }", [],
-         ['policy.system_prompt: "see optimizer" (was "You are a helpful assistant....)']),
+         ['policy.system_prompt: "see optimizer"']),
     ],
 )  # fmt: skip
 def test_each_difference_to_the_imported_file_is_a_line(tmp_path, text, overrides, expected):
@@ -72,13 +70,13 @@ def test_each_difference_to_the_imported_file_is_a_line(tmp_path, text, override
     ("text", "expected"),
     [
         ("{ optimizer: { zero_stage: 1 } }",
-         "optimizer: drops betas [0.5, 0.9] (now [0.9, 0.95]); write optimizer+: { ... }"),
+         "optimizer: drops betas [0.5, 0.9]; write optimizer+: { ... }"),
         ("{ policy+: { lora: { r: 16 } } }",
-         "policy.lora: drops alpha 16 (now 64); write policy+: { lora+: { ... } }"),
+         "policy.lora: drops alpha 16; write policy+: { lora+: { ... } }"),
         ("{ policy: { type: 'qwen2_5_vl', model_path: 'c/d' } }",
-         'policy: drops lora {"alpha": 16, "r": 8} (now {"r": 32'),
+         'policy: drops lora {"alpha": 16, "r": 8}; write policy+'),
         ("{ data: { train: [{ type: 'prompts', path: 'a.txt' }] } }",
-         'data: drops on_bad_row "skip" (now "error")'),
+         'data: drops on_bad_row "skip"'),
         ("{ rewards+: { vie: { type: 'viescore' } } }", "rewards.vie: drops judge {"),
     ],
 )  # fmt: skip
@@ -95,7 +93,8 @@ def test_only_what_makes_the_object_counts_as_imported(tmp_path: Path) -> None:
     assert lines == ["differs from base.jsonnet", "optimizer.betas: [0, 0.5] (was [0.5, 0.9])"]
     own = BASE.replace("error 'name the run'", "'x'").replace("num_iterations: 3", "num_epochs: 3")
     lines, drops = looked_at(tmp_path, base + own.replace("a/b", "' + base.policy.model_path + '"))
-    assert lines[:2] == ["differs from the defaults", "num_epochs: 3 (was null)"] and not drops
+    assert lines[0] == "differs from base.libsonnet" and "num_epochs: 3 (was null)" in lines
+    assert not drops
 
 
 def test_check_prints_both_without_secrets(tmp_path, monkeypatch, capsys) -> None:
@@ -108,7 +107,7 @@ def test_check_prints_both_without_secrets(tmp_path, monkeypatch, capsys) -> Non
     with pytest.raises(SystemExit, match="0"):
         main(["--check", str(file)])
     report = capsys.readouterr().out
-    assert holds(report, '\n  optimizer.backend: "deepspeed" (was "torch")\n ... <MY_TOKEN>')
+    assert holds(report, "\n  optimizer.learning_rate: 0.001 (was 0.004)\n ... <MY_TOKEN>")
     assert holds(
         report, "replaced without +, ... \n  optimizer: drops ... 3 more; write optimizer+: {"
     )
@@ -140,7 +139,5 @@ def test_no_shipped_config_drops_what_it_imports(name: str, monkeypatch) -> None
     for variable, value in tiny_config.ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     file, config = f"configs/{name}.jsonnet", tiny_config.shipped(name)
-    origin = origin_of(file, [], load_config(file))
-    assert (
-        origin.bases and changes(resolve(config), origin) and not dropped(resolve(config), origin)
-    )
+    origin = origin_of(file, [])
+    assert origin.name and changes(origin) and not dropped(resolve(config), origin)
