@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.config.shipped import find_config
+from rl.files.atomic import write_atomically
 from rl.policies.shared.start_from import start_of
 from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
@@ -133,7 +134,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for line in this_machine.busy_lines(resolved):
         _say(line)
     num_ranks = config.world_size // args.nnodes
-    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config, data.checked))
+    checked_rows = config.run_dir / "logs/checked_rows.json"
+    write_atomically(checked_rows, json.dumps(data.checked))
+    os.environ[build.CHECKED_ROWS] = str(checked_rows.resolve())  # for the ranks
+    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
 
 
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
@@ -286,13 +290,8 @@ def _local_path(path: str) -> str:
 
 
 def launch(
-    args: argparse.Namespace,
-    num_ranks: int,
-    log_dir: Path,
-    config: RunConfig | None = None,
-    checked: Mapping[str, Sequence[int]] | None = None,
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None = None
 ) -> int:
-    """`checked`: what the start has found in its rows, `RowRules.checked` of the ranks."""
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
@@ -301,7 +300,7 @@ def launch(
     _set_environment(num_ranks, config)
     for retries_left in reversed(range(args.retries + 1)):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
-        ending = _one_start(args, num_ranks, log_dir, config, checked or {})
+        ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
         if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
@@ -326,15 +325,10 @@ def _iterations_on_disk(run_dir: Path) -> int:
 
 
 def _one_start(
-    args: argparse.Namespace,
-    num_ranks: int,
-    log_dir: Path,
-    config: RunConfig | None,
-    checked: Mapping[str, Sequence[int]],
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None
 ) -> endings.Ending:
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # mode 0700: private
         notes = Path(folder)
-        (notes / "checked_rows.json").write_text(json.dumps(checked))
         run = partial(_run_ranks, args, num_ranks, log_dir, notes, config)
         try:
             if args.nnodes == 1:
@@ -400,7 +394,6 @@ def _start_ranks(
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(args.nnodes * num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            build.CHECKED_ROWS: str(notes / "checked_rows.json"),
         }
         environ = {**os.environ, **rdzv_env, **rank_env}
         processes[rank] = subprocess.Popen(

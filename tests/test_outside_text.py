@@ -132,14 +132,13 @@ def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
         config = edit_jsonl.Config.model_validate(
             {"type": "edit_jsonl", "path": str(path), "columns": columns}
         )
-        for problem in edit_jsonl.EditJsonl.problems(config, RowRules("error", 64)):
-            assert_printable(problem)
-        try:
-            kept = edit_jsonl.EditJsonl(config, RowRules("skip", 64))
-        except BadRowError as error:
-            assert_printable(str(error))
-        else:
-            assert all(kept[index].instruction.strip() for index in range(len(kept)))
+        for on_bad_row in ("error", "skip"):
+            try:
+                kept = edit_jsonl.EditJsonl(config, RowRules(on_bad_row, 64))
+            except BadRowError as error:
+                assert_printable(str(error).replace("\n", ""))
+            else:
+                assert all(kept[index].instruction.strip() for index in range(len(kept)))
 
 
 sections = ["judge.api_base", "lora.r", "optimizer.betas", "data.train", "policy", "", "run_name"]

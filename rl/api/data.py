@@ -57,6 +57,8 @@ class RowRules:
 class Findings:
     """What a source found in its rows when it opened them."""
 
+    left_out: Sequence[str] = ()
+    """Why the first bad rows are bad."""
     warnings: Sequence[str] = ()
     """What is probably a mistake."""
     unread: Sequence[str] = ()

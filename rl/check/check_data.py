@@ -48,6 +48,7 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         left_out = f"; left out as bad: {source.num_skipped}" if source.num_skipped else ""
         unread = "".join(f"; not read: {text}" for text in findings.unread)
         report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
+        report.lines += [f"  {reason}" for reason in findings.left_out]
         report.num_rows[plugin.key] = len(source)
         report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)

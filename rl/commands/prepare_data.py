@@ -109,7 +109,7 @@ def tokenize(options: argparse.Namespace) -> None:
             batch = missing[start : start + options.batch_size]
             reasons += encode(options, rows, codec, {index: files[index] for index in batch})
             progress.step(len(batch))
-    for reason in reasons[:10]:
+    for reason in [*rows.left_out, *reasons][:10]:
         print(f"left out: {reason}")
     entries = [file.name for file in files if file.is_file()]
     if not entries:

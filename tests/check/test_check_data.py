@@ -79,6 +79,7 @@ def test_a_bad_row_is_found_by_check_and_start_whatever_reads_it(folder: Path, c
         found.add(problem.replace("train.jsonl[train]", "train.jsonl"))
         skipped = report_of(folder, rows, is_start, source=source, on_bad_row="skip")
         assert not skipped.problems and "rows: 3; left out as bad: 1" in skipped.lines[0]
+        assert holds(skipped.lines[1], f"train.jsonl ... row 3: ... {parts.split(' ... ')[0]}")
     assert len(found) == 1, found
 
 
@@ -130,7 +131,7 @@ def test_what_was_not_read_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert report.problems == []
     first, _, last = report.lines
     assert holds(
-        first, "data.train.1: rows: 4; ... not read: columns notes; ... not read: 1 pictures"
+        first, "data.train.1: rows: 4; ... not read: columns notes; ... not read: 1 picture"
     )
     assert holds(last, "data.train.0: not read, only a start does")
     [problem] = report_of(folder, GOOD, is_start=True, train=[hub, train]).problems

@@ -111,14 +111,16 @@ def test_rows_without_ids_are_numbered_and_a_second_start_does_only_what_is_miss
 def test_bad_rows_are_an_error_or_left_out(vq_folder: Path, tmp_path, capsys) -> None:
     data = write_edits(tmp_path / "raw", 5, row1={"edited": "gone.png"}, row2={"words": ""})
     cut = tmp_path / "raw" / "after4.png"  # an error only when the file is decoded
-    cut.write_bytes(cut.read_bytes()[:200])
+    content = cut.read_bytes()
+    middle = len(content) // 2
+    cut.write_bytes(content[:middle] + bytes(40) + content[middle + 40 :])
     command = arguments(data, vq_folder, tmp_path / "out")
     assert prepare_data.main(command) == 1
     error = capsys.readouterr().err
-    assert holds(error, "row 1: target picture ... gone.png does not exist ... --on-bad-row skip")
+    assert holds(error, "row 2: target picture ... gone.png does not exist ... --on-bad-row skip")
     assert not (tmp_path / "out" / LIST).exists()
     assert prepare_data.main([*command, "--on-bad-row", "skip"]) == 0
-    parts = "left out: ... after4.png ... truncated ... 2 edits, 3 left out"
+    parts = "left out: ... row 2: ... gone.png ... row 3: ... after4.png ... corrupt ... 2 edits, 3"
     assert holds(capsys.readouterr().out, parts)
     entries = json.loads((tmp_path / "out" / LIST).read_text())["path_list"]
     assert entries == ["00000000.safetensors", "00000003.safetensors"]
@@ -132,7 +134,7 @@ def test_a_refused_tokenisation_names_its_cause(vq_folder: Path, tmp_path, capsy
     for command, parts in (
         (arguments(data, vq, output, "--image-area", "1024"), "4096 ... 'image_area': 1024"),
         (arguments(data, vq, foreign), "holds other files"),
-        (arguments(data, vq, tmp_path, "--id-key", "name"), "row 2 ... 'edit/0' ... row 0"),
+        (arguments(data, vq, tmp_path, "--id-key", "name"), "row 3 ... 'edit/0' ... row 1"),
         (arguments(str(tmp_path / "no.jsonl"), vq, tmp_path), "no.jsonl ... neither a file or"),
         (arguments(data, str(tmp_path / "raw"), tmp_path), "--model-path: "),
     ):

@@ -179,6 +179,8 @@ class Rows:
     """The columns of a table; for other rows, the keys that `check` has met."""
     bad: array[int] = field(default_factory=lambda: array("Q"))
     """Indices of the unusable rows."""
+    left_out: list[str] = field(default_factory=list)
+    """Why the first bad rows are bad; set by `check`."""
     warnings: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     most_pictures: int = 1
@@ -202,7 +204,7 @@ class Rows:
         index, columns = self._kept[index], self.columns
         try:
             row = self.rows[index]
-            _, (sources, target) = self._checked(
+            _, sources, target = self._checked(
                 row,
                 partial(self._decoded, keeps_transparency=self.rules.keeps_transparency),
                 self._decoded,
@@ -238,11 +240,10 @@ class Rows:
             raise BadRowError(f"{self.origin}: no row is left")
 
     def check(self) -> None:
-        """Check every row; leave the bad ones out, or raise BadRowError. Fills `warnings` and
-        `unread`."""
-        bad, messages = array("Q"), []
-        ids, id_rows, known_ids, contents = array("q"), array("Q"), set(), array("q")
-        num_uncounted = 0
+        """Check every row; leave the bad ones out, or raise BadRowError. Fills `contents`,
+        `warnings` and `unread`."""
+        bad, messages, num_uncounted = array("Q"), [], 0
+        ids, id_rows, known_ids = array("q"), array("Q"), set()
         with counted(f"rows of {excerpt(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
             for index in range(len(self.rows)):
                 progress.at(index)
@@ -250,7 +251,7 @@ class Rows:
                     row = self.rows[index]
                     if not row.keys() <= self.keys:
                         self.keys.update(row)
-                    cells, (sizes, _) = self._checked(row, self._looked_at, self._looked_at)
+                    cells, sizes, _ = self._checked(row, self._looked_at, self._looked_at)
                     identity = self._id(index, row)
                     # Different sequences of characters may look the same.
                     key = hash(unicodedata.normalize("NFC", identity))
@@ -259,30 +260,31 @@ class Rows:
                         raise UnusableError(f"id {identity!r} is already that of row {first}")
                     instruction = pick(row, self.columns.instruction).strip()
                     if self.rules.check is not None:
-                        sample = Sample(identity, instruction)
-                        num_uncounted += not self.rules.check(sample, sizes)
+                        is_known = self.rules.check(Sample(identity, instruction), sizes)
+                        num_uncounted += not is_known
+                    content = hash((instruction, *map(_content_of, cells)))
                 # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
                 # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
                 except Exception as error:
                     if len(bad) < MAX_PROBLEMS_SHOWN:
                         messages.append(self._error_message(index, error))
                     bad.append(index)
-                    continue
-                self.most_pictures = max(self.most_pictures, len(cells))
-                known_ids.add(key)
-                ids.append(key)
-                id_rows.append(index)
-                contents.append(hash((instruction, *map(_content_of, cells))))
+                else:
+                    self.most_pictures = max(self.most_pictures, len(cells))
+                    known_ids.add(key)
+                    ids.append(key)
+                    id_rows.append(index)
+                    self.contents.append(content)
+        self.left_out = shorten(messages, len(bad))
+        listed = "\n".join(self.left_out)
         if bad and self.rules.on_bad_row == "error":
             raise BadRowError(
-                "\n".join(shorten(messages, len(bad))) + "\nFix these rows, or leave them out with "
-                "data.on_bad_row: 'skip'."
+                f"{listed}\nFix these rows, or leave them out with data.on_bad_row: 'skip'."
             )
         try:
             self.leave_out(bad)
         except BadRowError as error:
-            raise BadRowError("\n".join([f"{error}:", *shorten(messages, len(bad))])) from None
-        self.contents = contents
+            raise BadRowError(f"{error}:\n{listed}") from None
         self._look_back(num_uncounted)
 
     def _look_back(self, num_uncounted: int) -> None:
@@ -305,18 +307,17 @@ class Rows:
         if others:
             self.unread.append(f"columns {excerpt(', '.join(others), MAX_COLUMNS_SHOWN)}")
         if self._num_unopened:
-            self.unread.append(
-                f"{self._num_unopened} pictures, which are there; "
-                + ("a start opens them" if self.picture_check != "exists" else "picture_check")
-            )
+            self.unread.append(f"{self._num_unopened} pictures, which exist")
         if num_uncounted:
-            self.unread.append(f"the tokens of {num_uncounted} rows: see policy.model_path")
+            self.unread.append(
+                f"tokens of {num_uncounted} prompts, without the policy's tokenizer or the pictures"
+            )
 
     def _checked(
         self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
-    ) -> tuple[list[Any], tuple[list[Any], Any]]:
-        """(cells of the row's source pictures, (results of `use_source` on them, result of
-        `use_target` on its reference edit or None without one)). Raises an exception for a bad
+    ) -> tuple[list[Any], list[Any], Any]:
+        """(cells of the row's source pictures, results of `use_source` on them, result of
+        `use_target` on its reference edit or None without one). Raises an exception for a bad
         row."""
         plan = self._plan_of(row)
         columns = plan.columns
@@ -335,15 +336,14 @@ class Rows:
             except UnusableError as error:
                 raise UnusableError(f"{label} ({column!r}): {error}") from error
 
-        sources = []
+        sources, values = [], [cell for _, cell in cells]
         for number, (column, cell) in enumerate(cells, 1):
             label = "source picture" if len(cells) == 1 else f"source picture {number}"
             sources.append(use_cell(label, column, cell, use_source))
         target = pick(row, columns.target, None) if columns.target else None
         if target is None and columns.target not in plan.required:
-            return [cell for _, cell in cells], (sources, None)
-        target = use_cell("target picture", columns.target, target, use_target)
-        return [cell for _, cell in cells], (sources, target)
+            return values, sources, None
+        return values, sources, use_cell("target picture", columns.target, target, use_target)
 
     def _plan_of(self, row: Mapping[str, Any]) -> _Plan:
         """The columns to read from `row`. Raises UnusableError if both default ones hold
@@ -478,6 +478,7 @@ class RowsSource(DataSource[ConfigT]):
         else:
             self._rows.leave_out(known_bad)
         self.findings = Findings(
+            self._rows.left_out,
             self._rows.warnings,
             self._rows.unread,
             self._rows.contents,
