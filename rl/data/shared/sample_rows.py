@@ -330,20 +330,19 @@ class Rows:
                 f"{self.rules.pictures_remedy}"
             )
 
-        def use_cell(label: str, column: str, cell: Any, use: UsePicture) -> Any:
-            try:
-                return use(cell)
-            except UnusableError as error:
-                raise UnusableError(f"{label} ({column!r}): {error}") from error
-
-        sources, values = [], [cell for _, cell in cells]
-        for number, (column, cell) in enumerate(cells, 1):
-            label = "source picture" if len(cells) == 1 else f"source picture {number}"
-            sources.append(use_cell(label, column, cell, use_source))
+        sources: list[Any] = []
         target = pick(row, columns.target, None) if columns.target else None
-        if target is None and columns.target not in plan.required:
-            return values, sources, None
-        return values, sources, use_cell("target picture", columns.target, target, use_target)
+        has_target = target is not None or columns.target in plan.required
+        label, column = "", ""
+        try:
+            for number, (column, cell) in enumerate(cells, 1):
+                label = "source picture" if len(cells) == 1 else f"source picture {number}"
+                sources.append(use_source(cell))
+            label, column = "target picture", columns.target
+            target = use_target(target) if has_target else None
+        except UnusableError as error:
+            raise UnusableError(f"{label} ({column!r}): {error}") from error
+        return [cell for _, cell in cells], sources, target
 
     def _plan_of(self, row: Mapping[str, Any]) -> _Plan:
         """The columns to read from `row`. Raises UnusableError if both default ones hold
@@ -399,7 +398,8 @@ def shorten(problems: Sequence[str], num: int) -> list[str]:
 
 def _content_of(cell: Any) -> Any:
     """What a cell's picture is read from, hashable."""
-    return (cell.get("bytes") or cell.get("path")) if isinstance(cell, Mapping) else cell
+    is_plain = isinstance(cell, str) or not isinstance(cell, Mapping)
+    return cell if is_plain else cell.get("bytes") or cell.get("path")
 
 
 def _source_cells(row: Mapping[str, Any], plan: _Plan) -> list[tuple[str, Any]]:
@@ -426,7 +426,8 @@ def _source_cells(row: Mapping[str, Any], plan: _Plan) -> list[tuple[str, Any]]:
 def _check_text(row: Mapping[str, Any], plan: _Plan) -> None:
     columns = plan.columns
     for column in plan.required:
-        pick(row, column)
+        if column not in row:
+            pick(row, column)  # nested, or an error
     for name, column in columns.hidden.items():
         if pick(row, column) is None and not columns.hidden_optional:
             raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
@@ -437,7 +438,7 @@ def _check_text(row: Mapping[str, Any], plan: _Plan) -> None:
         if all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
             raise UnusableError(f"{column!r} is empty; write what is wanted")
     for column in plan.texts:
-        cell = pick(row, column, None)
+        cell = row[column] if column in row else pick(row, column, None)
         try:  # nested text too
             text = (
                 cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
