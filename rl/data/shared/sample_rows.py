@@ -333,15 +333,16 @@ class Rows:
         sources: list[Any] = []
         target = pick(row, columns.target, None) if columns.target else None
         has_target = target is not None or columns.target in plan.required
-        label, column = "", ""
+        place = ""
         try:
             for number, (column, cell) in enumerate(cells, 1):
                 label = "source picture" if len(cells) == 1 else f"source picture {number}"
+                place = f"{label} ({column!r})"
                 sources.append(use_source(cell))
-            label, column = "target picture", columns.target
+            place = f"target picture ({columns.target!r})"
             target = use_target(target) if has_target else None
         except UnusableError as error:
-            raise UnusableError(f"{label} ({column!r}): {error}") from error
+            raise UnusableError(f"{place}: {error}") from error
         return [cell for _, cell in cells], sources, target
 
     def _plan_of(self, row: Mapping[str, Any]) -> _Plan:
