@@ -37,7 +37,7 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
     plugins = [*resolved.train, *resolved.validation]
     for plugin in sorted(plugins, key=lambda plugin: not plugin.cls.is_here(plugin.config)):
         if not plugin.cls.is_here(plugin.config) and (not is_start or report.problems):
-            report.lines.append(f"{plugin.key}: not read, only a start does")
+            report.lines.append(f"{plugin.key}: not read; a start reads it")
             continue
         try:
             source = build.open_source(plugin, rules)

@@ -133,7 +133,7 @@ def test_what_was_not_read_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert holds(
         first, "data.train.1: rows: 4; ... not read: columns notes; ... not read: 1 picture"
     )
-    assert holds(last, "data.train.0: not read, only a start does")
+    assert holds(last, "data.train.0: not read; a start reads it")
     [problem] = report_of(folder, GOOD, is_start=True, train=[hub, train]).problems
     assert holds(problem, "row 4: ... half.png"), "and the hub is not asked"
 
