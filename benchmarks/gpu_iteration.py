@@ -188,7 +188,12 @@ def _differences(bench: Bench, policy: Any, engine: Any, config: Any) -> Iterato
 
 def _copy_base(engine: Any, policy: Any) -> str:
     """Give vLLM the policy's frozen weights, which it has drawn at random; why not, or ''."""
-    [problem] = engine._llm.collective_rpc(_copy_in_worker, args=(policy.frozen_weights(),))
+    frozen = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in policy.module.base_model.named_parameters()
+        if not parameter.requires_grad and "visual" not in name.split(".")
+    }
+    [problem] = engine._llm.collective_rpc(_copy_in_worker, args=(frozen,))
     return str(problem)
 
 

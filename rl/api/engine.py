@@ -38,8 +38,6 @@ class EngineMemory:
     max_num_seqs: int = 1
     """Completions decoded at the same time."""
     residency: Residency = "resident"
-    shares_weights: bool = False
-    """Whether the policy's `frozen_weights` are its own tensors, so that one copy exists."""
 
 
 @dataclass(frozen=True)

@@ -225,12 +225,6 @@ def loss_problems(target: Any) -> list[str]:
     return _call_problem(target, name, 1, "(x: LossInputs) -> LossTerms")
 
 
-_RENAMED = {
-    "own_words": "refused_with_template",
-    "own_states": "keys_for_states",
-    "own_max_pictures": "max_sources",
-}
-"""Member of a plugin in release 0.1 -> its name now."""
 _GRADE = "(self, x: RewardInput) -> RewardOutput"
 
 
@@ -250,8 +244,6 @@ def _member_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) ->
         yield f"{label}.Config is {brief(config)}; derive it from {expected.__name__}"
     elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
         yield f"{label}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
-    for old in _RENAMED.keys() & vars(cls).keys():
-        yield f"{label}.{old} is now called {_RENAMED[old]}; rename it"
     for member in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"{label} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
     if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):

@@ -276,12 +276,6 @@ class Policy(RunPlugin[PolicyConfigT]):
         forward reads them; None: it has none. Called only if the policy `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
-    def frozen_weights(self) -> Mapping[str, torch.nn.Parameter]:
-        """Every untrained weight of the language model: its name in the base model's files ->
-        parameter. An engine may replace `parameter.data` by its own, equal tensor; {}: it may
-        not."""
-        return {}
-
     # --- weights ------------------------------------------------------------------------------
 
     @abstractmethod

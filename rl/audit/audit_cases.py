@@ -95,14 +95,9 @@ def degraded(picture: Image.Image) -> Image.Image:
     return open_picture(file, ("JPEG",)).convert("RGB")
 
 
-def changed_pixels(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """[h, w] bool: the pixels of two [h, w, 3] uint8 pictures that differ visibly."""
-    return (np.abs(source.astype(int) - target).max(-1)) > CHANGED
-
-
 def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | None:
     """Wrong results [h, w, 3] uint8 made from the pixels that an edit changes; None if none do."""
-    changed = changed_pixels(source, target)
+    changed = np.abs(source.astype(int) - target).max(-1) > CHANGED
     if not changed.any():
         return None
     rows, columns = (np.flatnonzero(changed.any(axis)) for axis in (1, 0))

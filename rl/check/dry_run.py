@@ -142,8 +142,13 @@ def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
     def problems() -> list[str]:
         batches = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
         both, first, second = batches
-        if wrong := _unusable(loss(both)):
-            return wrong
+        terms = loss(both)
+        if problem := terms_problem(terms, (2, 3)):
+            return [problem]
+        if not terms.terms.requires_grad:
+            return ["terms have no gradient; compute them from x.logprobs"]
+        if not (terms.weights * terms.terms).isfinite().all():
+            return ["weights * terms are not finite on a made-up micro-batch"]
         together, apart = gradient(both), torch.cat([gradient(first), gradient(second)])
         if torch.allclose(together, apart, atol=1e-5, rtol=0):
             return []
@@ -173,12 +178,3 @@ def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossIn
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
     )
-
-
-def _unusable(terms: Any) -> list[str]:
-    if problem := terms_problem(terms, (2, 3)):
-        return [problem]
-    if not terms.terms.requires_grad:
-        return ["terms have no gradient; compute them from x.logprobs"]
-    is_finite = (terms.weights * terms.terms).isfinite().all()
-    return [] if is_finite else ["weights * terms are not finite on a made-up micro-batch"]

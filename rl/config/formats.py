@@ -14,6 +14,7 @@ ADAPTER = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE = {
     "checkpoint": ("keep",),
+    "engine": ("share_base_weights",),
     "evaluation": ("judge",),
     "judge": ("audit_max_fallback", "audit_min_accuracy"),
     "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),

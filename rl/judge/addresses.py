@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -269,10 +269,6 @@ class Addresses:
         """Seconds for which no address has replied; 0 if the last request to one got a reply."""
         return min(address.down_s for address in self._all)
 
-    def _has_other(self, tried: Collection[Address]) -> bool:
-        """Whether an address that is up is not among `tried`."""
-        return any(not address.is_open and address not in tried for address in self._all)
-
     async def let_others_go_first(self, asking: Asking) -> None:
         """Wait while the judge only fails and has never replied: whether it is to blame shows once
         all questions that are being asked were sent."""
@@ -323,8 +319,8 @@ class Addresses:
         left_s = self.config.max_outage_s - waited_s
         pause_s = backoff_s(self.config.backoff_s, asking.num_failures, self._jitter)
         pause_s = min(pause_s + (trouble.retry_after_s or 0.0), max(0.0, left_s))
-        if self._has_other(asking.tried):
-            pause_s = 0.0
+        if any(not a.is_open and a not in asking.tried for a in self._all):
+            pause_s = 0.0  # another address takes it
         else:
             asking.tried.clear()
         if trouble.asks_to_wait:

@@ -199,13 +199,11 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
-    shares = memory.shares_weights and _zero_stage(resolved) < 3
     return InferenceEngine(
         share=memory.share,
         cache_gb=None if memory.cache_mb is None else memory.cache_mb * 2**20 / 1e9,
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
-        shared_gb=(model.params - model.tower_params) * num_bytes / 1e9 if shares else 0.0,
         kv_bytes=model.cached_values_per_token * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,

@@ -158,8 +158,6 @@ class InferenceEngine:
     max_num_seqs: int
     residency: Residency
     """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
-    shared_gb: float = 0.0
-    """Weights that it shares with the policy once it has started."""
 
     @property
     def completion_blocks(self) -> int:
@@ -334,8 +332,6 @@ def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the result of `residency`, and why."""
     everything = f"all models take {planned.with_engine(PHASES).peak_gb:.1f} of {gpu_gb:g} GB"
-    if planned.inference and planned.inference.shared_gb:
-        return f"the engine stays resident, because it shares its weights: {everything}"
     if residency(planned, gpu_gb) == "resident":
         return f"the engine can stay resident: {everything}"
     return f"the engine has to sleep while others run: {everything}, and a tenth should stay free"
@@ -387,10 +383,6 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, ("generate",)))
         return Plan(rows, elsewhere=dict(per_device))
-    # Until the engine has started, its shared weights exist twice, and no other model is loaded.
-    start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(LOAD)
-    if engine.shared_gb and start_gb > 0:
-        rows.append(Row("second copy of the weights", start_gb, (LOAD,)))
     others = Plan(rows)
     beside_gb = max(map(others.total_gb, PHASES if engine.residency == "resident" else AWAKE))
     available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
@@ -419,7 +411,6 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
     weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
-    weights_gb -= sizes.engine.shared_gb if sizes.engine else 0
     # Reference passes, and backward passes that need no other rank, run while the judge is still
     # grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")

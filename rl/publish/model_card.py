@@ -173,7 +173,7 @@ def model_card(
         audit_passed=metrics.get("judge/audit_passed"),
         ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
         licences=_licences(config),
-        config=Markup("\n".join(code(without_paths(dict(config))))),  # nosec B704 # escaped
+        config=Markup("\n".join(code(with_leaves(dict(config), _without_path)))),  # nosec B704 # escaped
     )
 
 
@@ -252,12 +252,8 @@ def training_paths(config: Mapping[str, Any]) -> list[str]:
     return [path for path in paths if isinstance(path, str)]
 
 
-def without_paths(value: Any) -> Any:
-    """`value` without paths and addresses of the training machine; hub ids stay."""
-    return with_leaves(value, _without_path)
-
-
 def _without_path(value: Any) -> Any:
+    """`value` without paths and addresses of the training machine; hub ids stay."""
     if not isinstance(value, str) or value.startswith("pkg://"):
         return value
     if "://" in value:

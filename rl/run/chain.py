@@ -51,10 +51,6 @@ class _Pair(NamedTuple):
     text: str
     """A message with both rewards."""
 
-    def is_exact(self, images_per_completion: int) -> bool:
-        """Whether the same picture was graded. (An episode has only its completion's first.)"""
-        return self.levels == 0 and images_per_completion == 1
-
 
 class UnequalRewardsError(RuntimeError):
     """Equal words with equal pictures have unequal rewards."""
@@ -74,8 +70,9 @@ def check_equal_words(
     pairs = [pair for pair in all_pairs if pair.equal_words]
     exact, others = [(0.0, "")], list[tuple[float, str]]()
     for pair in pairs:
-        group = exact if pair.is_exact(images_per_completion) else others
-        group.append((pair.gap, pair.text))
+        # Whether the same picture was graded. (An episode has only its completion's first.)
+        is_exact = pair.levels == 0 and images_per_completion == 1
+        (exact if is_exact else others).append((pair.gap, pair.text))
     exact_gap, exact_text = max(exact)
     if others:
         variance = fmean(gap**2 / 2 for gap, _ in others)

@@ -12,7 +12,6 @@ from tiny_messages import holds
 from tiny_typing import typing_errors
 
 from rl import build
-from rl.api import plugin
 from rl.check import check_report
 from rl.check.no_effect import no_effect
 
@@ -266,18 +265,6 @@ def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> Non
     resolved = build.resolve(tiny_config.validated(tiny_config.real(tmp_path, rewards=rewards)))
     warnings = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
     assert len(warnings) == 2 and holds(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
-
-
-def test_an_old_name_of_a_member_is_refused_with_the_new_one(tmp_path, monkeypatch) -> None:
-    code = "class R(Reward): | own_words = {'system_prompt'}" + HALF
-    [problem] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.R"}})
-    assert holds(problem, "R.own_words ... refused_with_template")
-
-
-def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="rl.api.plugin"):
-        from rl.api import plug
-    assert plug.PlugConfig is plugin.PluginConfig and plug.PlugBase is plugin.PluginBase
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ DROPS_OUT = {
     "lora": {"dropout": 0.1},
 }
 QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
-SHARES = {"type": "vllm", "share_base_weights": True}
 SECOND = RIGHT | {"judge": {"api_base": "http://h:2", "model": "other"}}
 HELD_OUT = SECOND | {"held_out_only": True}
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -105,14 +104,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.adapter: ... 512 ... policy.lora.r (513)"),
     ({"policy": QWEN | {"device": "cuda:1"}},
      "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
-    ({"policy": QWEN | {"lora": None}, "engine": SHARES},
-     "engine.share_base_weights: ... policy.lora: null ... false"),
-    ({"optimizer": {"zero_stage": 3}, "engine": SHARES},
-     "engine.share_base_weights: ... ZeRO-3 ... false ... optimizer.zero_stage <= 2"),
-    ({"engine": SHARES | {"residency": "sleep"}},
-     "engine.share_base_weights: ... engine.residency ... false ... engine.residency=resident"),
-    ({"engine": SHARES | {"dtype": "float16"}},
-     "engine.share_base_weights: ... float16 (engine.dtype) ... bfloat16 ... engine.dtype=auto"),
     ({"policy": QWEN | {"device": "cuda:+1"}}, "policy.device: ... 'cuda:+1' ... own device"),
     ({"checkpoint": {"push_to_hub_every_n_iterations": 5}},
      "checkpoint.push_to_hub_repo_id: ... empty ... repository"),
@@ -134,7 +125,6 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], par
         {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
         {"engine": {"type": "transformers"}, "optimizer": {"backend": "torch", "zero_stage": 3}},
         {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
-        {"engine": SHARES | {"residency": "resident", "dtype": "bfloat16"}},
         {"max_staleness": 1},
         {"optimizer": {"updates_per_iteration": 2}},
     ],

@@ -267,20 +267,8 @@ def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
     assert alone.engine is None and residency(alone, 100) == "resident"
 
 
-def test_shared_base_weights_are_counted_once() -> None:
-    """7B: 8.29e9 parameters, of which the vision tower's 0.68e9 stay the trainer's own."""
-    keys = [f"engine.share_base_weights={value}" for value in ("false", "true")]
-    two, one = (footprint(build.resolve(shipped("qwen_image_edit", key)), 141) for key in keys)
-    assert two is not None and one is not None
-    assert gb(one, "policy weights") == pytest.approx(0.68 * 2)
-    assert two.peak_gb - one.peak_gb == pytest.approx((8.29 - 0.68) * 2) == pytest.approx(15.22)
-    assert "the engine stays resident" in residency_line(one, 80)
-    # At the start there are two copies and no renderer: 2 + 6 + half of the GPU.
-    engine = replace(ENGINE, shared_gb=6, residency="resident")
-    alone = plan(replace(SIZES, frozen=(), engine=engine), 100)
-    assert alone.total_gb("load") == pytest.approx(2 + 6 + 50)
-    assert alone.total_gb("step") == pytest.approx(2 + 50, abs=1e-4)
-    # With a renderer of 40 and a judge of a quarter, the engine loads and does not sleep yet.
+def test_while_all_load_the_engine_is_awake() -> None:
+    """2 + 6 + a renderer of 40 + half of the GPU + a judge of a quarter."""
     loading = plan(replace(SIZES, judge_share=0.25), 100).total_gb("load")
     assert loading == pytest.approx(2 + 6 + 40 + 50 + 25, abs=1e-4)
 

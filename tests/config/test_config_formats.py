@@ -60,6 +60,15 @@ def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     assert holds(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
+def test_of_an_older_run_keys_that_nothing_reads_are_dropped() -> None:
+    """A plugin of the user's own may still read them."""
+    engine = {"type": "vllm", "dtype": "auto"}
+    own = {"type": "mine.Engine", "share_base_weights": True}
+    written = {"format": formats.CONFIG, "engine": engine | {"share_base_weights": True}}
+    assert formats.stored(written, "it") == {"format": formats.CONFIG, "engine": engine}
+    assert formats.stored(written | {"engine": own}, "it")["engine"] == own
+
+
 def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = check_report.problems(config_of(run_dir, *changes))

@@ -44,13 +44,6 @@ def test_the_memory_plan_decides_and_prints_why(monkeypatch, capsys, gpu_gb, sta
     assert "the engine takes 21.6 GB" in printed and "16.01x" in printed
 
 
-def test_an_engine_that_shares_weights_stays(monkeypatch, capsys):
-    """Beside everything else, 72 GB have room for all 16 completions at once."""
-    has_room, claim = plan(monkeypatch, 80.0, "engine.share_base_weights=true")
-    assert has_room and claim.cache_bytes == (16 * 2304 + 16) * 57_344
-    assert "sleep" not in capsys.readouterr().out
-
-
 def test_ranks_follow_the_smallest_gpu(monkeypatch):
     assert plan(monkeypatch, 400.0, others=(80.0,)) == plan(monkeypatch, 80.0)
     tight = "prompts_per_iteration=256"

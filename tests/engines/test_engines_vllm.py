@@ -7,7 +7,6 @@ import tiny_qwen
 import torch
 import vllm
 from tiny_engines import assert_ended, assert_same, max_dlogp
-from tiny_messages import holds
 from tiny_policy import trainable
 from tiny_rounding import FORWARD_TOL
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -299,19 +298,6 @@ def test_residency_decides_which_engine_sleeps(
     config = vllm_engine.Config(type="vllm", residency=residency)
     setup = EngineSetup(policy, device, has_room=has_room)
     assert vllm_engine.VllmEngine(config, setup)._sleeps == sleeps
-
-
-def test_weights_that_vllm_has_repacked_are_not_shared(engine, policy, monkeypatch, capsys):
-    monkeypatch.setattr(vllm_engine.VllmEngine, "_start", lambda *_: engine._llm)
-    addresses = [parameter.data_ptr() for parameter in policy.module.parameters()]
-    config = vllm_engine.Config(type="vllm", share_base_weights=True)
-    setup = EngineSetup(policy, "cuda:0", has_room=False)
-    assert not vllm_engine.VllmEngine(config, setup)._sleeps, "sharing makes it resident"
-    [line] = capsys.readouterr().err.strip().split("\n")
-    print(line)
-    reason = "layers.0.self_attn.q_proj.weight ... (64, 64) ... (0,) ... a kernel has repacked it"
-    assert holds(line, f"engine.share_base_weights: nothing is shared ... {reason}")
-    assert [parameter.data_ptr() for parameter in policy.module.parameters()] == addresses
 
 
 @pytest.mark.parametrize(("sleeps", "calls"), [(False, []), (True, [("sleep", 1), ("wake", None)])])

@@ -133,42 +133,6 @@ def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str
     return _message(list(compress(before, differs.tolist())), "parameters")
 
 
-def share(worker: Any, weights: Mapping[str, torch.nn.Parameter]) -> str:
-    """Make the trainer's parameters views of vLLM's, which frees the trainer's copies; vLLM's own
-    tensors do not move. Returns '', or if any tensor differs, why nothing is shared."""
-    import torch
-
-    model = worker.model_runner.get_model()
-    views = {}
-    for name, parameter in weights.items():
-        location = _locate(model, name)
-        if location is None:
-            return f"vLLM's model has no {name}"
-        layer, kind, first_row = location
-        # vLLM concatenates q, k and v, and gate and up, and appends rows to a vocabulary.
-        view = getattr(layer, kind).detach()[first_row : first_row + len(parameter)]
-        ours, theirs = _described(parameter), _described(view)
-        if ours != theirs:
-            repacked = " (a kernel has repacked it)" if view.numel() == 0 else ""
-            return f"{name} is {ours} in the trainer and {theirs} in vLLM{repacked}"
-        if not torch.equal(parameter, view):
-            return f"{name} has other values in vLLM than in the trainer"
-        views[name] = view
-    for name, parameter in weights.items():
-        parameter.data = views[name]
-    torch.cuda.empty_cache()
-    return "" if views else "the policy names no frozen weights"
-
-
-def _described(tensor: torch.Tensor) -> str:
-    """Everything but the values that two tensors must have in common to replace each other."""
-    # Autograd refuses tensors that were made in torch's inference mode.
-    mode = ", in inference mode" if tensor.is_inference() else ""
-    return (
-        f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}{mode}"
-    )
-
-
 def _locate(model: Any, name: str) -> tuple[Any, str, int] | None:
     """(layer, parameter's name, first row) where the model keeps a tensor; None if unknown."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)

@@ -20,7 +20,6 @@ from rl.api.plugin import PlacedConfig, PluginConfig, too_old, unread
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
-from rl.console.console import warn
 from rl.engines.vllm import engine_weights, start
 from rl.files.weights import fingerprint
 
@@ -78,12 +77,6 @@ class Config(PluginConfig):
     does; sleep: it moves its weights to host memory and frees its cache, which takes seconds per
     iteration for a large model; auto: resident if the memory plan has room. vLLM's sleep level 2,
     which discards the base weights, is not offered: it corrupts VLMs."""
-    share_base_weights: bool = False
-    """True keeps one copy of a LoRA policy's frozen language model on the GPU instead of two (15.2
-    GB less for a bfloat16 7B): the trainer reads vLLM's tensors. The engine is then resident. Not
-    with full fine-tuning, ZeRO-3 or another engine dtype. If any tensor differs in layout or value
-    at the start (on a CPU vLLM repacks them), the run warns and keeps both copies. Never run on a
-    GPU."""
     adapter: Literal["served"] = "served"
     """How sampling uses a LoRA: unmerged, next to the base weights, which is exact."""
     tensor_parallel_size: Literal[1] = 1
@@ -105,7 +98,6 @@ class VllmEngine(Engine[Config]):
         self._on_cuda = setup.device.startswith("cuda")
         residency = "resident" if setup.has_room else "sleep"
         residency = residency if config.residency == "auto" else config.residency
-        residency = "resident" if config.share_base_weights else residency
         self._sleeps = self._on_cuda and residency == "sleep"
         """Whether the engine frees the device while others use it."""
         self._features_of = policy.picture_features if reads_features else None
@@ -127,8 +119,6 @@ class VllmEngine(Engine[Config]):
         model_config = self._llm.llm_engine.model_config
         self._dtype = model_config.dtype
         self._image_token_id = getattr(model_config.hf_config, "image_token_id", None)
-        if config.share_base_weights:
-            self._share(policy.frozen_weights())
 
     @classmethod
     def memory(cls, config: Config) -> EngineMemory:
@@ -141,8 +131,7 @@ class VllmEngine(Engine[Config]):
             dtype=None if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            residency="resident" if config.share_base_weights else config.residency,
-            shares_weights=config.share_base_weights,
+            residency=config.residency,
         )
 
     @classmethod
@@ -150,8 +139,6 @@ class VllmEngine(Engine[Config]):
         rank = (run.policy.get("lora") or {}).get("r", 0)
         if rank > LORA_RANKS[-1]:
             yield f"adapter: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
-        if config.share_base_weights:
-            yield from _sharing_problems(config, run)
         device = str(run.policy.get("device", "auto"))
         if device[5:].strip("0").isdecimal() and run.world_size == 1:
             yield (
@@ -191,16 +178,6 @@ class VllmEngine(Engine[Config]):
         if config.kv_cache_memory_mb is None:
             return []
         return unread(config, "gpu_memory_utilization", "kv_cache_memory_mb is given")
-
-    def _share(self, weights: Mapping[str, torch.nn.Parameter]) -> None:
-        """Keep one copy of the weights that never change, or warn why there are two."""
-        [problem] = self._llm.collective_rpc(engine_weights.share, args=(weights,))
-        if problem:
-            gb = sum(weight.nbytes for weight in weights.values()) / 1e9
-            warn(
-                f"engine.share_base_weights: nothing is shared, trainer and engine each keep "
-                f"{gb:.3g} GB of base weights, because {problem}"
-            )
 
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():
@@ -451,25 +428,6 @@ class VllmEngine(Engine[Config]):
             return
         start.shut_down(core, keeps_group=self._group_existed)
         del self._llm
-
-
-def _sharing_problems(config: Config, run: RunConfig) -> Iterable[str]:
-    key, remedy = "share_base_weights", "set it to false"
-    if run.policy.get("lora", {}) is None:
-        yield f"{key}: full fine-tuning (policy.lora: null) changes every weight; {remedy}"
-    if run.optimizer.backend == "deepspeed" and run.optimizer.zero_stage == 3:
-        yield f"{key}: ZeRO-3 shards the trainer's weights; {remedy}, or optimizer.zero_stage <= 2"
-    if config.residency == "sleep":
-        yield (
-            f"{key}: an engine that sleeps (engine.residency) unmaps the weights that the trainer "
-            f"reads; {remedy}, or engine.residency=resident"
-        )
-    dtype = run.policy.get("dtype", PolicyConfig.model_fields["dtype"].default)
-    if config.dtype not in ("auto", dtype):
-        yield (
-            f"{key}: the engine's weights are {config.dtype} (engine.dtype), the policy's {dtype}; "
-            f"{remedy}, or engine.dtype=auto"
-        )
 
 
 def grammar_arguments(

@@ -260,13 +260,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)
 
-    def frozen_weights(self) -> dict[str, torch.nn.Parameter]:
-        return {
-            name.replace(".base_layer.", "."): parameter
-            for name, parameter in self.module.base_model.named_parameters()
-            if not parameter.requires_grad and "visual" not in name.split(".")
-        }
-
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """LoRA: within this context the adapter is off. Full fine-tuning: as `reference`."""
