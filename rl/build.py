@@ -7,7 +7,7 @@ import math
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.data import DataSource, RowRules, read_row
+from rl.api.data import DataSource, Findings, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.metric import usable_name
 from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import PromptTemplate, SamplingParams, UnusableSampleError
+from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -430,16 +430,20 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
     alternative = f"choose a renderer that reads more than {renderer.name}"
     if "max_pictures" in type(renderer.config).model_fields:
         alternative = "raise renderer.max_pictures"
-    checked = os.environ.get(CHECKED_ROWS)
+    checked = {}
+    with suppress(OSError):  # an older start's; the ranks then check the rows themselves
+        checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
     return RowRules(
         data.on_bad_row,
         data.max_image_side_px,
         max_pictures,
         f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,
-        policy.cls.row_check(policy.config, template),
+        policy.cls.row_check(
+            policy.config, template, resolved.config.sampling.max_completion_tokens
+        ),
         opens,
-        (read_object(Path(checked)) or {}) if checked else {},
+        checked,
     )
 
 
@@ -461,11 +465,13 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         if type(num_skipped) is not int or num_skipped < 0:
             problem = f"num_skipped is {brief(num_skipped)}"
             raise ValueError(f"{at}: {problem}; expected a whole number >= 0")
+        if not isinstance(source.findings, Findings):
+            raise ValueError(f"{at}: findings is {brief(source.findings)}; expected Findings")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
         if rules.opens is None or not plugin.cls.reads_much:
-            _check_rows(at, source, num_rows)
+            _check_rows(at, source, num_rows, rules)
     except BaseException as error:
         find.reraise_ctrl_c(error)
         if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
@@ -476,21 +482,29 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
     return source
 
 
-def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
-    """Check the first, middle and last row. Rows that raise UnusableSampleError are skipped here:
-    `PromptOrder` replaces or refuses them."""
-    ids: dict[int, str] = {}
+def _check_rows(at: str, source: DataSource, num_rows: int, rules: RowRules) -> None:
+    """Check the first, middle and last row. Rows that raise UnusableSampleError when they are read
+    are skipped here: `PromptOrder` replaces or refuses them."""
+    samples: dict[int, Sample] = {}
     for index in (0, num_rows // 2, num_rows - 1):
         try:
             sample = read_row(source, index, at)
         except UnusableSampleError:
             continue
-        ids[index] = sample.id
+        samples[index] = sample
+    ids = {index: sample.id for index, sample in samples.items()}
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
             f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
             "an id of its own: held-out noise and file names are derived from it"
         )
+    if rules.check is None or rules.on_bad_row == "skip":
+        return
+    for index, sample in samples.items():
+        try:
+            rules.check(sample, [picture.size for picture in sample.sources])
+        except UnusableSampleError as error:
+            raise ValueError(f"{at}, row {index}: {error}") from error
 
 
 @contextmanager

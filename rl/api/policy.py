@@ -182,9 +182,12 @@ class Policy(RunPlugin[PolicyConfigT]):
         return False
 
     @classmethod
-    def row_check(cls, config: PolicyConfigT, template: PromptTemplate | None) -> RowCheck | None:
-        """Tells without weights for which rows `build_prompt` would raise UnusableSampleError, as
-        for too long a prompt; None: this is not known before the policy is loaded."""
+    def row_check(
+        cls, config: PolicyConfigT, template: PromptTemplate | None, max_completion_tokens: int
+    ) -> RowCheck | None:
+        """Tells without weights, and asking no other machine, for which rows `build_prompt` would
+        raise UnusableSampleError, as for too long a prompt; None: this is not known before the
+        policy is loaded."""
         return None
 
     @classmethod

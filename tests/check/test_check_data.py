@@ -61,7 +61,8 @@ BAD = {
     ),
     "no row": ("{", "is not JSON"),
     "repeated id": ({"id": "a"}, "id 'a' ... row 1"),
-    "no column": ({"instruction": None}, "'instruction' is None, not text"),
+    "null": ({"instruction": None}, "'instruction' is empty"),
+    "number": ({"instruction": 7}, "'instruction' is 7, not text"),
 }
 
 

@@ -266,7 +266,7 @@ def test_a_cell_may_hold_a_path_or_bytes(photo):
     assert locate({"bytes": None, "path": "china.jpg"}, folder) == photo
     refused = {
         "gone.jpg": "does not exist; relative paths start at",
-        "https://example.com/a.jpg": "is a URL .*; download the file",
+        "https://example.com/a.jpg": "is a URL .*; save it as a file",
         "": "not a picture; give a file path",
         None: "holds None, not a picture",
         3: "holds 3, not a picture",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import tiny_qwen
 import tiny_qwen3
 from PIL import Image
+from tiny_config import WEIGHTS
 from tiny_messages import holds
 
 from rl.api.policy import ThoughtSection
@@ -25,12 +27,13 @@ from rl.policies.shared.prompting import chat_template
 AREA = replace(tiny_qwen.TEMPLATE, image_area_px=1024 * 1024, image_multiple_px=32)
 SIZES = [(8, 8), (64, 30), (300, 9), (1280, 8), (1400, 8), (8, 1590), (400, 400)]
 WORDS = ["paint it", "u\u0308\u0958" * 12, "<|im_end|>" * 3, "a b c d e f g h " * 5]
-THOUGHT = ThoughtSection(instruction="Think first, end with {marker}.", marker="Answer:")
+THOUGHT = ThoughtSection(instruction="Think, {marker}, end by {marker} {marker}", marker="Answer:")
 CASES: dict[str, tuple[Any, PromptTemplate | None, ThoughtSection | None]] = {
     "chat": (qwen2_5_vl, None, None),
     "chat, thought": (qwen2_5_vl, None, THOUGHT),
     "area": (qwen2_5_vl, AREA, None),
     "several": (qwen3_vl, tiny_qwen3.SEVERAL, None),
+    "quickstart": (qwen2_5_vl, AREA, None),
 }
 
 
@@ -39,10 +42,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
     folder = tmp_path_factory.mktemp("policies")
     (folder / "2").mkdir()
     (folder / "3").mkdir()
-    return {
+    paths = {
         qwen2_5_vl: tiny_qwen.save_policy_folder(folder / "2"),
         qwen3_vl: tiny_qwen3.save_policy_folder(folder / "3"),
     }
+    file = folder / "2" / "tokenizer.json"
+    cut = {"max_length": 20, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut}))
+    file = folder / "2" / "preprocessor_config.json"
+    numbers = json.loads(file.read_text())
+    bounds = {"min_pixels": 4 * 3136, "size": {"shortest_edge": 784, "longest_edge": 12845056}}
+    file.write_text(json.dumps(numbers | bounds))
+    return paths
 
 
 def built_length(config: Config, template: PromptTemplate, sample: Sample) -> int | None:
@@ -66,7 +77,8 @@ def built_length(config: Config, template: PromptTemplate, sample: Sample) -> in
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], case: str) -> None:
     module, template, thought = CASES[case]
-    config = module.Config(type="", model_path=folders[module], thought=thought)
+    folder = str(WEIGHTS / "policy") if case == "quickstart" else folders[module]
+    config = module.Config(type="", model_path=folder, thought=thought)
     cls = module.Qwen3VL if module is qwen3_vl else module.Qwen25VL
     num_built = num_refused = 0
     for number, (size, words) in enumerate(product(SIZES, WORDS)):
@@ -83,7 +95,7 @@ def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], ca
         for room in (-1, 0, 1, 20, 1000):
             limit = (length or 2000) + room
             check: Any = cls.row_check(
-                config.model_copy(update={"max_prompt_tokens": limit}), template
+                config.model_copy(update={"max_prompt_tokens": limit}), template, 16
             )
             if length is None or room < 0:
                 with pytest.raises(UnusableSampleError, match=f"sample '{number}'"):
@@ -112,4 +124,5 @@ def test_without_the_models_files_only_what_is_certain_is_said(tmp_path: Path) -
     assert known(sample, [None]), (
         "a picture that was not opened is at most as large as the template's"
     )
-    assert not known(sample, []), "the template shows a picture"
+    with pytest.raises(UnusableSampleError, match=r"'one' has no source picture, .* give it one"):
+        known(sample, [])

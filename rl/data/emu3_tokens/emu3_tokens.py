@@ -94,6 +94,7 @@ class TokenisedEdits(DataSource[Config]):
         files = [edits.folder / entry for entry in edits.entries]
         entries_hash = hashlib.sha256(json.dumps(edits.entries).encode()).hexdigest()
         version = f"{config!r} {entries_hash}"
+        self._left_out: Sequence[str] = ()
         bad = rules.checked.get(version)
         if bad is None:
             bad = self._check(edits, files, rules)
@@ -102,7 +103,9 @@ class TokenisedEdits(DataSource[Config]):
         self._files = [file for number, file in enumerate(files) if number not in left_out]
         unread = [f"{len(files)} files beside the list; a start reads them"]
         self.findings = Findings(
-            unread=() if rules.opens is None else unread, checked={version: list(bad)}
+            self._left_out,
+            unread=() if rules.opens is None else unread,
+            checked={version: list(bad)},
         )
 
     def _check(self, edits: EditList, files: Sequence[Path], rules: RowRules) -> Sequence[int]:
@@ -119,12 +122,13 @@ class TokenisedEdits(DataSource[Config]):
                             if rules.check is not None:
                                 rules.check(sample, ())
                     except UnusableSampleError as error:
-                        bad[number] = str(error)
+                        bad[number] = f"{file}: {str(error).removeprefix(f'{file}: ')}"
         if bad and rules.on_bad_row == "error":
             raise BadRowError(
                 "\n".join(shorten(list(bad.values()), len(bad))) + "\nMend these files, or leave "
                 "their entries out with data.on_bad_row: 'skip'."
             )
+        self._left_out = shorten(list(bad.values()), len(bad))
         return sorted(bad)
 
     def __len__(self) -> int:

@@ -27,7 +27,10 @@ _animated: list[str] = []  # the first animated file of this process
 _unreadable_profiles: list[str] = []  # the first file with one
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 """What a whole file of a format has at its end; compressed pixels of a JPEG never contain it."""
+SCAN = b"\xff\xda"
+"""What the compressed pixels of a JPEG begin with."""
 TAIL_BYTES = 4096
+FLOATS = "{} holds floating-point pixels of unknown range; save it as 8-bit PNG"
 LFS_POINTER = b"version https://git-lfs"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
@@ -50,7 +53,7 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     if not isinstance(value, str) or not value.strip():
         raise UnusableError(f"holds {value!r:.60}, not a picture; give a file path")
     if value.startswith(("http://", "https://", "data:")):
-        raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
+        raise UnusableError(f"is a URL ({value!r:.60}); save it as a file and give its path")
     path = folder / value
     if why := not_a_file(path):
         path_text = excerpt(str(path), MAX_PATH_SHOWN)
@@ -65,8 +68,12 @@ def check_header(located: Path | bytes, max_side_px: int) -> tuple[int, int]:
     Takes about 0.3 ms. Other damage of the body passes; `decode` finds it.
     """
     with _open(located, max_side_px) as image:
+        if image.mode == "F":
+            raise UnusableError(FLOATS.format(_name(located)))
         size, end = image.size, ENDS.get(image.format or "", b"")
-    if end not in _tail(located):  # or the file goes on behind its picture, as phones' may
+    tail = _tail(located)
+    pixels = tail[max(0, tail.rfind(SCAN)) :]  # not those of a thumbnail
+    if end not in pixels:  # or the file goes on behind its picture, as phones' may
         decode(located, max_side_px)
     return size
 
@@ -153,9 +160,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
 
 def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
     if image.mode == "F":
-        raise UnusableError(
-            f"{name} holds floating-point pixels of unknown range; save it as 8-bit PNG"
-        )
+        raise UnusableError(FLOATS.format(name))
     if image.mode.startswith("I"):
         import numpy as np
 

@@ -50,6 +50,10 @@ class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
 
 
+class RowCheckError(ValueError):
+    """The policy cannot check any row; the message is that of its own error."""
+
+
 class Columns(Section):
     """Maps each field of a sample to a key of a row. `a.b.0` reaches into nested records and lists.
 
@@ -259,12 +263,12 @@ class Rows:
                         first = self.numbers[id_rows[ids.index(key)]]
                         raise UnusableError(f"id {identity!r} is already that of row {first}")
                     instruction = pick(row, self.columns.instruction).strip()
-                    if self.rules.check is not None:
-                        is_known = self.rules.check(Sample(identity, instruction), sizes)
-                        num_uncounted += not is_known
+                    num_uncounted += not self._fits(Sample(identity, instruction), sizes)
                     content = hash((instruction, *map(_content_of, cells)))
                 # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
                 # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
+                except RowCheckError:
+                    raise
                 except Exception as error:
                     if len(bad) < MAX_PROBLEMS_SHOWN:
                         messages.append(self._error_message(index, error))
@@ -286,6 +290,16 @@ class Rows:
         except BadRowError as error:
             raise BadRowError(f"{error}:\n{listed}") from None
         self._look_back(num_uncounted)
+
+    def _fits(self, sample: Sample, sizes: Sequence[Any]) -> bool:
+        """Whether its prompt is known to be possible. Raises RowCheckError for an error of the
+        policy's check itself."""
+        try:
+            return self.rules.check is None or self.rules.check(sample, sizes)
+        except UnusableSampleError:
+            raise
+        except Exception as error:
+            raise RowCheckError(str(error) or type(error).__name__) from error
 
     def _look_back(self, num_uncounted: int) -> None:
         num_rows, num_distinct = len(self._kept), len(set(self.contents))
@@ -434,9 +448,9 @@ def _check_text(row: Mapping[str, Any], plan: _Plan) -> None:
             raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
     for column in filter(None, (columns.instruction, columns.reference)):
         text = pick(row, column)
-        if not isinstance(text, str):
+        if not isinstance(text, str | None):
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
-        if all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
+        if text is None or all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
             raise UnusableError(f"{column!r} is empty; write what is wanted")
     for column in plan.texts:
         cell = row[column] if column in row else pick(row, column, None)
@@ -473,7 +487,8 @@ class RowsSource(DataSource[ConfigT]):
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
         self._rows = self.read(config, rules)
-        version = f"{config!r} {self._rows.version}"
+        stated = sorted(self._rows.columns.model_fields_set)  # two equal configs may differ in it
+        version = f"{config!r} {stated} {self._rows.version}"
         known_bad = rules.checked.get(version)
         if known_bad is None:
             self._rows.check()

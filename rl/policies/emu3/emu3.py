@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from rl.api.types import (
     Sample,
     TokenBatch,
     TokenOutputs,
-    UnusableSampleError,
 )
 from rl.config.schema import RunConfig
 from rl.policies.emu3 import emu3_loading
 from rl.policies.emu3.emu3_loading import Config
 from rl.policies.emu3.emu3_prompts import Emu3Prompts
-from rl.policies.shared.model_loading import link_files
+from rl.policies.shared.model_loading import folder_here, link_files
 from rl.policies.shared.policy_base import TrainedPolicy
 
 
@@ -77,14 +77,23 @@ class Emu3(TrainedPolicy[Config]):
         )
 
     @classmethod
-    def row_check(cls, config: Config, template: PromptTemplate | None) -> RowCheck:
-        """The check builds each prompt: the files of Emu3's samples are opened by a start alone."""
-        prompts: list[Emu3Prompts] = []
+    def row_check(
+        cls, config: Config, template: PromptTemplate | None, max_completion_tokens: int
+    ) -> RowCheck:
+        """Builds each prompt, if the tokenizer's files are here."""
+
+        @cache
+        def prompts() -> Emu3Prompts | None:
+            path = config.tokenizer_path or config.model_path
+            revision = None if config.tokenizer_path else config.revision
+            folder = folder_here(path, revision, emu3_loading.TOKENIZER_FILES)
+            here = config.model_copy(update={"tokenizer_path": str(folder)})
+            return None if folder is None else cls._prompts_of(here)
 
         def check(sample: Sample, _sizes: object) -> bool:
-            if not prompts:
-                prompts.append(cls._prompts_of(config))
-            prompts[0].prompt(sample)
+            if (builder := prompts()) is None:
+                return False
+            builder.prompt(sample, max_completion_tokens)
             return True
 
         return check
@@ -94,7 +103,7 @@ class Emu3(TrainedPolicy[Config]):
         weights = ModelFiles(
             "model_path", config.model_path, cls.model_types, revision=config.revision
         )
-        tokenizer_files = (("tokenizer.json", emu3_loading.TIKTOKEN_FILE),)
+        tokenizer_files = emu3_loading.TOKENIZER_FILES
         if not config.tokenizer_path:
             return [replace(weights, files=tokenizer_files)]
         tokenizer = ModelFiles(
@@ -154,19 +163,7 @@ class Emu3(TrainedPolicy[Config]):
         return str(overlay)
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """Raises UnusableSampleError for a sample that cannot be written as tokens, or if a
-        picture of the source's grid needs more tokens than a completion may have."""
-        prompt = self.prompts.prompt(sample)
-        assert sample.source_codes is not None, "the prompt was built from them"
-        shortest = len(self.prompts.picture_completion(sample.source_codes))
-        if shortest > self.setup.max_completion_tokens:
-            height, width = sample.source_codes.shape
-            raise UnusableSampleError(
-                f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
-                f"{shortest} tokens, more than sampling.max_completion_tokens = "
-                f"{self.setup.max_completion_tokens}: raise it, or drop the sample"
-            )
-        return prompt
+        return self.prompts.prompt(sample, self.setup.max_completion_tokens)
 
     def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
         """If constrained: `forced` [B, C] bool on the CPU, True for tokens without a choice."""

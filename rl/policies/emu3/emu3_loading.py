@@ -24,6 +24,7 @@ TEXT_SPECIALS = (
 )
 """Special tokens whose ids are between the byte pairs' and those of `VISION_FILE`."""
 TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
+TOKENIZER_FILES = (("tokenizer.json", TIKTOKEN_FILE),)
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,9 +80,10 @@ class Emu3Prompts:
         self._max_prompt_tokens = max_prompt_tokens
         self._specials = tuple(prompting.special_texts(tokenizer))
 
-    def prompt(self, sample: Sample) -> Prompt:
-        """Raises ValueError naming the sample when its codes are missing or have no tokens, when
-        there are several pictures, or when the prompt is too long."""
+    def prompt(self, sample: Sample, max_completion_tokens: float = math.inf) -> Prompt:
+        """Raises UnusableSampleError naming the sample when its codes are missing or have no
+        tokens, when there are several pictures, when the prompt is too long, or when a picture of
+        the source's grid needs more tokens than a completion may have."""
         prompting.sources_of(sample, 1)
         if sample.source_codes is None:
             raise UnusableSampleError(
@@ -108,6 +110,13 @@ class Emu3Prompts:
                 f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
                 f"for pictures), more than policy.max_prompt_tokens = {self._max_prompt_tokens}: "
                 "raise it, or drop the sample"
+            )
+        shortest = len(self.picture_completion(codes))
+        if shortest > max_completion_tokens:
+            raise UnusableSampleError(
+                f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
+                f"{shortest} tokens, more than sampling.max_completion_tokens = "
+                f"{max_completion_tokens}: raise it, or drop the sample"
             )
         grid = (height, width) if self._constrained else None
         return Prompt(sample=sample, token_ids=ids, grid=grid)

@@ -104,7 +104,9 @@ class QwenVL(TrainedPolicy[Config]):
         self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
-    def row_check(cls, config: Config, template: PromptTemplate | None) -> RowCheck:
+    def row_check(
+        cls, config: Config, template: PromptTemplate | None, max_completion_tokens: int
+    ) -> RowCheck:
         return QwenRowCheck(config, template, cls.slot_px)
 
     @classmethod

@@ -27,6 +27,13 @@ def after_rounding(area_px: int, added_px: int) -> int:
     return int(area_px + added_px * MAX_SIDE_SUM * area_px**0.5 + added_px**2)
 
 
+def no_picture(sample: Sample) -> UnusableSampleError:
+    return UnusableSampleError(
+        f"sample {sample.id!r} has no source picture, but the prompt template has one; give it "
+        "one, or leave it out"
+    )
+
+
 class QwenPrompts:
     """Builds prompts from one template, with a tokenizer and an image processor."""
 
@@ -74,9 +81,7 @@ class QwenPrompts:
         if "{image}" not in self._template.text:
             sizes = ()
         if self._needs_picture and not sizes:
-            raise UnusableSampleError(
-                f"sample {sample.id!r} has no source picture, but the prompt template has one"
-            )
+            raise no_picture(sample)
         try:
             final_sizes = [self._final_size(*size) for size in sizes]
         except ValueError as error:
@@ -86,7 +91,7 @@ class QwenPrompts:
                 f"{error}; crop it, or drop the sample"
             ) from error
         lengths = [width * height // self._token_px**2 for width, height in final_sizes]
-        return self._tokenized(sample, instruction, lengths)
+        return self._tokenized(sample, instruction, lengths, self.max_prompt_tokens)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
         """Where each picture's tokens are in the hidden states that the renderer reads."""
@@ -105,23 +110,26 @@ class QwenPrompts:
         return [math.prod(grid) // merged for grid in grids]
 
     def with_instruction(self, prompt: Prompt, instruction: str) -> Prompt:
-        """The same prompt with another instruction; its pictures are not processed again."""
+        """The same prompt with another instruction, of any length, whose pictures are not processed
+        again."""
         lengths = self._lengths(prompt.model_inputs if prompt.images else {})
-        bare = self._tokenized(prompt.sample, instruction, lengths)
+        bare = self._tokenized(prompt.sample, instruction, lengths, math.inf)
         return replace(bare, images=prompt.images, model_inputs=prompt.model_inputs)
 
-    def _tokenized(self, sample: Sample, instruction: str, lengths: Sequence[int]) -> Prompt:
+    def _tokenized(
+        self, sample: Sample, instruction: str, lengths: Sequence[int], limit: float
+    ) -> Prompt:
         """The prompt with pictures of these numbers of tokens, but without the pictures."""
         template = prompting.for_pictures(self._template, len(lengths))
         short_ids = prompting.tokenize(self.tokenizer, template, instruction)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
-        if len(token_ids) > self.max_prompt_tokens:
+        if len(token_ids) > limit:
             has_area = self._template.image_area_px is not None
             area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
                 f"({sum(lengths)} of them for pictures), more than policy.max_prompt_tokens = "
-                f"{self.max_prompt_tokens}: raise it, lower {area}, or drop the sample"
+                f"{limit}: raise it, lower {area}, or drop the sample"
             )
         return Prompt(
             sample=sample,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.files.atomic import read_object
-from rl.files.model_files import cached
 from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config, load_image_processor, load_tokenizer
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts, after_rounding
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts, after_rounding, no_picture
 from rl.policies.qwen_vl.qwen_vl_thought import Thinking
 from rl.policies.shared import prompting
+from rl.policies.shared.model_loading import folder_here
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,18 +36,21 @@ class QwenRowCheck:
     tokenizer counts the tokens of a text."""
 
     def __init__(self, config: Config, template: PromptTemplate | None, slot_px: int) -> None:
-        """`slot_px`: side of the square of pixels that becomes one image token."""
+        """`slot_px`: side of the square of pixels that becomes one image token, where the image
+        processor's file is not here."""
         self._config = config
         self._template = template or prompting.chat_template(config.system_prompt)
         self._needs_picture = template is not None and template.needs_picture
-        self._slot_px = slot_px
+        self._default_slot_px = slot_px
         self._most = lru_cache(maxsize=2**16)(self._most_tokens)
         self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
         self._num_tokens = cache(lambda num: self._count(self._text(num)))
 
     def __call__(self, sample: Sample, sizes: Sequence[tuple[int, int] | None]) -> bool:
+        if self._needs_picture and not sizes:
+            raise no_picture(sample)
         most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
-        if (sizes or not self._needs_picture) and self._is_short(sample, len(sizes), most):
+        if self._is_short(sample, len(sizes), most):
             return True
         if self._builder is None:
             least = self._typical() * len(sizes)
@@ -80,7 +83,8 @@ class QwenRowCheck:
     def _text(self, num_pictures: int) -> str:
         """All text of a prompt but its instruction."""
         thought = self._config.thought
-        words = [thought.instruction, 2 * thought.marker] if thought else []
+        request = thought.instruction.replace("{marker}", thought.marker) if thought else ""
+        words = ["\n", request, thought.marker] if thought else []
         template = prompting.for_pictures(self._template, num_pictures)
         text = template.text.replace("{image}", prompting.PICTURE).replace("{instruction}", "")
         return " ".join([text, *words])
@@ -114,28 +118,41 @@ class QwenRowCheck:
         return int(min(self._template.image_area_px or 0, most_px) // self._slot_px**2)
 
     @cached_property
+    def _numbers(self) -> Mapping[str, Any]:
+        """Those of the image processor's file; {} if it is not here."""
+        for name in reversed(FILES[1]):  # the order of transformers
+            folder = folder_here(self._config.model_path, self._config.revision, [[name]])
+            if numbers := folder and read_object(folder / name):
+                inner = numbers.get("image_processor", numbers)
+                return inner if isinstance(inner, Mapping) else {}
+        return {}
+
+    @cached_property
+    def _slot_px(self) -> int:
+        """Side of the square of pixels that becomes one image token."""
+        sides = [self._numbers.get(key) or 0 for key in ("patch_size", "merge_size")]
+        return math.prod(sides) or self._default_slot_px
+
+    @cached_property
     def _least_px(self) -> int:
         """The smallest area of a picture that the model sees."""
-        if self._config.image_min_pixels is not None:
-            return self._config.image_min_pixels
-        for file in filter(None, map(self._file, FILES[1])):
-            numbers = read_object(file) or {}
-            numbers = numbers.get("image_processor", numbers)
-            least = (numbers.get("size") or {}).get("shortest_edge", numbers.get("min_pixels"))
-            if isinstance(least, int):
-                return least
-        return MIN_PX
+        size = self._numbers.get("size") or {}
+        least = self._numbers.get("min_pixels") or size.get("shortest_edge")
+        return self._config.image_min_pixels or least or MIN_PX
 
     @cached_property
     def _counter(self) -> Tokenizer | None:
-        if (file := self._file(FILES[0][0])) is None:
+        if self._folder is None or not (file := self._folder / FILES[0][0]).is_file():
             return None
         from tokenizers import Tokenizer
 
         try:
-            return Tokenizer.from_file(str(file))
+            counter = Tokenizer.from_file(str(file))
         except Exception:  # the library's only class of errors
             return None
+        counter.no_truncation()
+        counter.no_padding()
+        return counter
 
     @cached_property
     def _specials(self) -> list[str]:
@@ -143,25 +160,20 @@ class QwenRowCheck:
         return [token.content for token in tokens.values()]
 
     @cached_property
-    def _builder(self) -> tuple[QwenPrompts, Thinking] | None:
-        """What builds the prompts in a run; None if its files or packages are not here."""
-        if not all(any(map(self._file, names)) for names in FILES):
-            return None
-        try:
-            prompts = QwenPrompts(
-                load_tokenizer(self._config),
-                load_image_processor(self._config),
-                self._template,
-                self._needs_picture,
-                self._config.max_prompt_tokens,
-            )
-            return prompts, Thinking(prompts, self._config.thought, renderer_reads_text=False)
-        except (ImportError, OSError, ValueError):  # a start says why
-            return None
+    def _folder(self) -> Path | None:
+        return folder_here(self._config.model_path, self._config.revision, FILES)
 
-    def _file(self, name: str) -> Path | None:
-        """A file of the model in its folder or in the local cache."""
-        file = Path(self._config.model_path, name)
-        if file.is_file():
-            return file
-        return cached(self._config.model_path, name, self._config.revision)
+    @cached_property
+    def _builder(self) -> tuple[QwenPrompts, Thinking] | None:
+        """What builds the prompts in a run; None if its files or packages are not here. Raises
+        ValueError for a config with which no run can build any."""
+        if self._folder is None:
+            return None
+        here = self._config.model_copy(update={"model_path": str(self._folder), "revision": None})
+        try:
+            tokenizer, processor = load_tokenizer(here), load_image_processor(here)
+        except (ImportError, OSError):
+            return None
+        limit = here.max_prompt_tokens
+        prompts = QwenPrompts(tokenizer, processor, self._template, self._needs_picture, limit)
+        return prompts, Thinking(prompts, here.thought, renderer_reads_text=False)

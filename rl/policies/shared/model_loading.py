@@ -10,6 +10,7 @@ from typing import Any
 from rl.api.policy import LoraSection
 from rl.console.console import warn
 from rl.files.adapter_base import ADAPTER_CONFIG, read_config
+from rl.files.model_files import cached
 from rl.text.untrusted import excerpt
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -26,6 +27,18 @@ def local_folder(
 
     allowed = None if patterns is None else list(patterns)
     return Path(snapshot_download(path, revision=revision, allow_patterns=allowed))
+
+
+def folder_here(path: str, revision: str | None, names: Iterable[Sequence[str]]) -> Path | None:
+    """The folder of a model's files, `path` itself or in the local cache, if it has one file of
+    each of `names`; no other machine is asked."""
+
+    def find(name: str) -> Path | None:
+        file = Path(path, name)
+        return file if file.is_file() else cached(path, name, revision)
+
+    files = [next(filter(None, map(find, kinds)), None) for kinds in names]
+    return files[0].parent if files[0] is not None and all(files) else None
 
 
 def load_tokenizer(config: Any) -> Any:
