@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,8 @@ class HfDataset(RowsSource[Config]):
 
     @classmethod
     def is_here(cls, config: Config) -> bool:
-        path = Path(config.path)
-        is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
-        return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
+        can_read = config.path.endswith(".jsonl") or find_spec("datasets") is not None
+        return can_read and _is_local(config)
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
@@ -59,7 +59,7 @@ class HfDataset(RowsSource[Config]):
         """The split's rows."""
         path = Path(config.path)
         why = not_a_file(path)
-        if why == GONE and cls.is_here(config):
+        if why == GONE and _is_local(config):
             raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
         if why not in ("", FOLDER, GONE):
             shown = excerpt(config.path, MAX_SHOWN)
@@ -149,6 +149,12 @@ def _split_of_saved(config: Config, saved: Any) -> Dataset:
             "of a set that save_to_disk wrote cannot be read: save it as parquet"
         )
     return splits[config.split]
+
+
+def _is_local(config: Config) -> bool:
+    path = Path(config.path)
+    is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
+    return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
 
 
 def _builder(path: Path) -> str:

@@ -144,11 +144,11 @@ class QwenRowCheck:
     def _counter(self) -> Tokenizer | None:
         if self._folder is None or not (file := self._folder / FILES[0][0]).is_file():
             return None
-        from tokenizers import Tokenizer
-
         try:
+            from tokenizers import Tokenizer
+
             counter = Tokenizer.from_file(str(file))
-        except Exception:  # the library's only class of errors
+        except Exception:  # a laptop may lack the package; it has no other class of errors
             return None
         counter.no_truncation()
         counter.no_padding()
