@@ -502,7 +502,8 @@ def _check_rows(at: str, source: DataSource, num_rows: int, rules: RowRules) -> 
         return
     for index, sample in samples.items():
         try:
-            rules.check(sample, [picture.size for picture in sample.sources])
+            sizes = [picture.size for picture in sample.sources]
+            rules.check(sample.id, sample.instruction, sizes, sample.source_codes)
         except UnusableSampleError as error:
             raise ValueError(f"{at}, row {index}: {error}") from error
 

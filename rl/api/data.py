@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
 
 from rl.api.plugin import ConfigT, Count, PluginBase, brief
 from rl.api.types import Sample
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OnBadRow = Literal["error", "skip"]
 
@@ -24,9 +27,10 @@ def _carried(name: str) -> str:
     return name
 
 
-RowCheck = Callable[[Sample, Sequence[tuple[int, int] | None]], bool]
-"""(a sample without pictures, (width, height) in px of each of its pictures, None if unknown) ->
-whether its prompt is known to be possible. Raises UnusableSampleError if it is not."""
+RowCheck = Callable[[str, str, Sequence[tuple[int, int] | None], "np.ndarray | None"], bool]
+"""(a sample's id, instruction, (width, height) in px of each of its pictures, None if unknown, and
+its source codes) -> whether its prompt is known to be possible. Raises UnusableSampleError if it is
+not."""
 Carried = Annotated[str, AfterValidator(_carried)]
 
 

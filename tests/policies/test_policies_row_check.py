@@ -99,10 +99,10 @@ def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], ca
             )
             if length is None or room < 0:
                 with pytest.raises(UnusableSampleError, match=f"sample '{number}'"):
-                    check(sample, sizes)
+                    check(sample.id, sample.instruction, sizes, None)
                 num_refused += 1
             else:
-                assert check(sample, sizes)
+                assert check(sample.id, sample.instruction, sizes, None)
                 num_built += 1
             if room == 1000 and template is None and max(size) <= 100 * min(size):
                 assert "_builder" not in vars(check), "the fast rules suffice"
@@ -113,16 +113,16 @@ def test_without_the_models_files_only_what_is_certain_is_said(tmp_path: Path) -
     config = Config(type="", model_path="nobody/nothing", max_prompt_tokens=120)
     sample = Sample("one", "paint it " * 3)
     check = QwenRowCheck(config, None, slot_px=28)
-    assert check(replace(sample, instruction="x"), []) and not check(sample, [(64, 64)])
+    assert check("one", "x", [], None) and not check("one", sample.instruction, [(64, 64)], None)
     small = replace(AREA, image_area_px=56 * 56 * 14)
     check = QwenRowCheck(config, small, slot_px=28)
-    assert not check(sample, [(64, 64), (64, 64)])
+    assert not check("one", sample.instruction, [(64, 64), (64, 64)], None)
     with pytest.raises(UnusableSampleError) as error:
-        check(sample, [(64, 64)] * 3)
+        check("one", sample.instruction, [(64, 64)] * 3, None)
     assert holds(str(error.value), "3 source pictures ... 56 tokens ... 120 ... raise it, or lower")
     known = QwenRowCheck(config.model_copy(update={"max_prompt_tokens": 5000}), small, slot_px=28)
-    assert known(sample, [None]), (
+    assert known("one", sample.instruction, [None], None), (
         "a picture that was not opened is at most as large as the template's"
     )
     with pytest.raises(UnusableSampleError, match=r"'one' has no source picture, .* give it one"):
-        known(sample, [])
+        known("one", sample.instruction, [], None)

@@ -120,7 +120,7 @@ class TokenisedEdits(DataSource[Config]):
                         if number not in bad:
                             sample = self._read(file)
                             if rules.check is not None:
-                                rules.check(sample, ())
+                                rules.check(sample.id, sample.instruction, (), sample.source_codes)
                     except UnusableSampleError as error:
                         bad[number] = f"{file}: {str(error).removeprefix(f'{file}: ')}"
         if bad and rules.on_bad_row == "error":

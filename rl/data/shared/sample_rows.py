@@ -250,7 +250,8 @@ class Rows:
         ids, id_rows, known_ids = array("q"), array("Q"), set()
         with counted(f"rows of {excerpt(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
             for index in range(len(self.rows)):
-                progress.at(index)
+                if index % 64 == 0:
+                    progress.at(index)
                 try:
                     row = self.rows[index]
                     if not row.keys() <= self.keys:
@@ -263,7 +264,7 @@ class Rows:
                         first = self.numbers[id_rows[ids.index(key)]]
                         raise UnusableError(f"id {identity!r} is already that of row {first}")
                     instruction = pick(row, self.columns.instruction).strip()
-                    num_uncounted += not self._fits(Sample(identity, instruction), sizes)
+                    num_uncounted += not self._fits(identity, instruction, sizes)
                     content = hash((instruction, *map(_content_of, cells)))
                 # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
                 # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
@@ -291,11 +292,12 @@ class Rows:
             raise BadRowError(f"{error}:\n{listed}") from None
         self._look_back(num_uncounted)
 
-    def _fits(self, sample: Sample, sizes: Sequence[Any]) -> bool:
+    def _fits(self, identity: str, instruction: str, sizes: Sequence[Any]) -> bool:
         """Whether its prompt is known to be possible. Raises RowCheckError for an error of the
         policy's check itself."""
         try:
-            return self.rules.check is None or self.rules.check(sample, sizes)
+            check = self.rules.check
+            return check is None or check(identity, instruction, sizes, None)
         except UnusableSampleError:
             raise
         except Exception as error:
@@ -420,6 +422,8 @@ def _content_of(cell: Any) -> Any:
 def _source_cells(row: Mapping[str, Any], plan: _Plan) -> list[tuple[str, Any]]:
     """(column, cell) of each source picture of a row, in order."""
     columns = plan.columns
+    if len(plan.sources) == 1 and isinstance(cell := row.get(plan.sources[0]), str):
+        return [(plan.sources[0], cell)]  # nearly every row
     cells: list[tuple[str, Any]] = []
     for number, column in enumerate(plan.sources):
         cell = pick(row, column, None)
@@ -450,6 +454,8 @@ def _check_text(row: Mapping[str, Any], plan: _Plan) -> None:
         text = pick(row, column)
         if not isinstance(text, str | None):
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
+        if text and text[0].isascii() and text[0].isalnum():
+            continue
         if text is None or all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
             raise UnusableError(f"{column!r} is empty; write what is wanted")
     for column in plan.texts:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowCheck
 from rl.api.plugin import ModelFiles, unread
@@ -27,6 +27,9 @@ from rl.policies.emu3.emu3_loading import Config
 from rl.policies.emu3.emu3_prompts import Emu3Prompts
 from rl.policies.shared.model_loading import folder_here, link_files
 from rl.policies.shared.policy_base import TrainedPolicy
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Emu3(TrainedPolicy[Config]):
@@ -90,9 +93,10 @@ class Emu3(TrainedPolicy[Config]):
             here = config.model_copy(update={"tokenizer_path": str(folder)})
             return None if folder is None else cls._prompts_of(here)
 
-        def check(sample: Sample, _sizes: object) -> bool:
+        def check(identity: str, instruction: str, sizes: object, codes: np.ndarray | None) -> bool:
             if (builder := prompts()) is None:
                 return False
+            sample = Sample(identity, instruction, source_codes=codes)
             builder.prompt(sample, max_completion_tokens)
             return True
 

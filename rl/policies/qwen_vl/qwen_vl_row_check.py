@@ -19,6 +19,7 @@ from rl.policies.shared import prompting
 from rl.policies.shared.model_loading import folder_here
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Tokenizer
 
 MAX_SAFE_RATIO = 100
@@ -46,11 +47,17 @@ class QwenRowCheck:
         self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
         self._num_tokens = cache(lambda num: self._count(self._text(num)))
 
-    def __call__(self, sample: Sample, sizes: Sequence[tuple[int, int] | None]) -> bool:
+    def __call__(
+        self,
+        identity: str,
+        instruction: str,
+        sizes: Sequence[tuple[int, int] | None],
+        codes: np.ndarray | None,
+    ) -> bool:
         if self._needs_picture and not sizes:
-            raise no_picture(sample)
+            raise no_picture(Sample(identity, instruction))
         most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
-        if self._is_short(sample, len(sizes), most):
+        if self._is_short(instruction, len(sizes), most):
             return True
         if self._builder is None:
             least = self._typical() * len(sizes)
@@ -64,12 +71,13 @@ class QwenRowCheck:
         if self._builder is None or len(known) < len(sizes):
             return False
         prompts, thinking = self._builder
-        thinking.prompt_to_sample(prompts.without_pictures(sample, sample.instruction, known))
+        sample = Sample(identity, instruction)
+        thinking.prompt_to_sample(prompts.without_pictures(sample, instruction, known))
         return True
 
-    def _is_short(self, sample: Sample, num_pictures: int, most: float) -> bool:
+    def _is_short(self, instruction: str, num_pictures: int, most: float) -> bool:
         """Whether the prompt's text certainly has at most `most` tokens."""
-        instruction = unicodedata.normalize("NFC", sample.instruction)
+        instruction = unicodedata.normalize("NFC", instruction)
         num_bytes = len(instruction.encode())
         if self._num_bytes(num_pictures) + num_bytes <= most:
             return True
