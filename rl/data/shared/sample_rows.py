@@ -261,7 +261,9 @@ class Rows:
                     # Different sequences of characters may look the same.
                     key = hash(unicodedata.normalize("NFC", identity))
                     if key in known_ids:
-                        first = self.numbers[id_rows[ids.index(key)]]
+                        # The search is slow in a long file: only for messages that are shown.
+                        is_shown = len(bad) < MAX_PROBLEMS_SHOWN
+                        first = self.numbers[id_rows[ids.index(key)]] if is_shown else "?"
                         raise UnusableError(f"id {identity!r} is already that of row {first}")
                     instruction = pick(row, self.columns.instruction).strip()
                     num_uncounted += not self._fits(identity, instruction, sizes)
@@ -304,6 +306,7 @@ class Rows:
             raise RowCheckError(str(error) or type(error).__name__) from error
 
     def _look_back(self, num_uncounted: int) -> None:
+        """Fill `warnings` and `unread`. `num_uncounted`: prompts of unknown length."""
         num_rows, num_distinct = len(self._kept), len(set(self.contents))
         if num_rows > 1 and num_distinct * 2 <= num_rows:
             self.warnings.append(
@@ -326,7 +329,7 @@ class Rows:
             self.unread.append(f"{self._num_unopened} pictures, which exist")
         if num_uncounted:
             self.unread.append(
-                f"tokens of {num_uncounted} prompts, without the policy's tokenizer or the pictures"
+                f"tokens of {num_uncounted} prompts, whose pictures or tokenizer are not here"
             )
 
     def _checked(
