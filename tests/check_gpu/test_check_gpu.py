@@ -16,11 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import tiny_config
 from tiny_messages import holds
-from tiny_waits import wait_for
+from tiny_waits import is_gone, wait_for
 
 from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
@@ -228,11 +227,6 @@ def test_steps_run_side_by_side_where_memory_allows_it(
     (a, a_end), (b, _) = (steps.results(setup, name) for name in "ab")
     assert (a.note, b.note) == ("a", "b")
     assert (b.data["at_s"] < a_end.data["at_s"]) == overlap
-
-
-def is_gone(pid: int) -> bool:
-    """Also if its parent has not read its exit code."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_a_killed_step_started_is_gone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import tiny_loop
 from tiny_messages import holds
-from tiny_waits import wait_for
+from tiny_waits import is_gone, wait_for
 
 from rl.api.judge import Question
 from rl.config.schema import JudgeConfig
@@ -51,10 +51,6 @@ def refusal_of(config: JudgeConfig, log: Path) -> str:
     with StartedJudge(config, log) as started, pytest.raises(JudgeError) as error:
         asyncio.run(started.wait_until_ready())
     return str(error.value)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_started_judge_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
