@@ -57,7 +57,7 @@ class TensorboardPage:
         return self._writer
 
 
-def open_page(
+def open_tensorboard(
     run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]
 ) -> TensorboardPage | None:
     """None if tracking.tensorboard is off, or after a warning if the package is missing."""

@@ -16,9 +16,10 @@ from rl.files.images import downscale
 from rl.files.private import private_folder
 from rl.ranks.dist import Dist
 from rl.text.scrub import remember, scrub
-from rl.trackers import tensorboard_page, trackio_page, wandb_page
-from rl.trackers.tensorboard_page import TensorboardPage
+from rl.trackers.tensorboard_page import TensorboardPage, open_tensorboard
 from rl.trackers.tracker_page import BeforeAfter, Cell, ServicePage, Table, tried, with_main
+from rl.trackers.trackio_page import open_trackio
+from rl.trackers.wandb_page import open_wandb
 
 Page = TensorboardPage | ServicePage
 
@@ -38,8 +39,8 @@ class Tracker:
         self._pages: list[Page] = []
         if not dist.is_main:
             return
-        for tracker in (wandb_page, tensorboard_page, trackio_page):
-            if (page := tracker.open_page(run_dir, config, config_as_written)) is not None:
+        for open_page in (open_wandb, open_tensorboard, open_trackio):
+            if (page := open_page(run_dir, config, config_as_written)) is not None:
                 self._pages.append(page)
                 private_folder(run_dir / page.name)  # the page holds completions
 
@@ -112,7 +113,7 @@ class Tracker:
 
 def not_installed(tracking: TrackingConfig) -> list[str]:
     """A message for each enabled tracker whose package is not installed."""
-    trackers: Mapping[str, tuple[bool, str]] = {
+    packages_of: Mapping[str, tuple[bool, str]] = {
         "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
         "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
         # trackio's requirements exclude the pinned Pillow, but trackio works with it.
@@ -124,6 +125,6 @@ def not_installed(tracking: TrackingConfig) -> list[str]:
     return [
         f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
         f"it: pip install {packages}"
-        for name, (is_enabled, packages) in trackers.items()
+        for name, (is_enabled, packages) in packages_of.items()
         if is_enabled and find_spec(name) is None
     ]

@@ -19,7 +19,9 @@ REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "T
 START_TIMEOUT_S = 120.0
 
 
-def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
+def open_trackio(
+    run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]
+) -> ServicePage | None:
     """Open the page, with the `scrubbed` config. Returns None if tracking.trackio is off, or if
     trackio fails, which is logged as a warning."""
     if not config.tracking.trackio:

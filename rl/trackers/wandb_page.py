@@ -25,7 +25,7 @@ Mode = Literal["online", "offline", "off"]
 _ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
-def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
+def open_wandb(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
     """The page, with the `scrubbed` config; None if tracking.wandb is 'off', or after a
     warning. The x axis is `iteration`, because a resumed offline run restarts wandb's step at 0."""
     mode = config.tracking.wandb
