@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from rl import printing
 from rl.check_gpu import program
 from rl.check_gpu.steps import ALONE, Step
-from rl.text import command_line, terminal
 
 
 def _case(name: str, function: str, limit_s: float, *arguments: str, package: str = "") -> Step:
@@ -37,11 +37,11 @@ CASES = (
 """In order of worth."""
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    terminal.guard()
-    parser = command_line.Parser("rl bench-gpu", __doc__)
+    printing.guard()
+    parser = printing.Parser("rl bench-gpu", __doc__)
     program.add_options(parser, "cases", CASES, 1200)
     return program.run(parser, parser.parse_args(argv), CASES, all_good="DONE")
 

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.planted_faults import ROOT, plant
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
 
 FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 SOUND: Mapping[str, Any] = {"id": "sound", "what": "no fault", "edits": []}

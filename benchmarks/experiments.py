@@ -22,9 +22,9 @@ from benchmarks.link import POLICY_PARTS, TOWER, Measured
 from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from benchmarks.trl_tunings import Tuning
-from rl.files.atomic import read_rows
-from rl.meter.flops import LanguageModel, prefix_tree_pairs
-from rl.ranks.rendezvous import on_one_node
+from rl.files import read_rows
+from rl.meter import LanguageModel, prefix_tree_pairs
+from rl.ranks.supervision import on_one_node
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
 MEMO, PREFIX, PREFIXES = "TRL + tower", "TRL + prefix", "TRL + prefixes"

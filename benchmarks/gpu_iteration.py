@@ -36,7 +36,7 @@ from rl.check_gpu.gpu_loops import SHOWN
 from rl.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import engine_weights
-from rl.files.atomic import read_rows
+from rl.files import read_rows
 from rl.learner import weight_sync
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import PROBE_COMPLETIONS, PROBE_TOKENS

@@ -23,7 +23,7 @@ from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.api.types import Prompt, TrainSequence
 from rl.check_gpu.lines import Line, Setup, measured, skipped
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.meter.flops import prefix_tree_pairs
+from rl.meter import prefix_tree_pairs
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.model_loading import adapt

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl.check_gpu.lines import Line, Setup, measured, result
-from rl.meter.device import measure_flops_per_s, take_peak_memory_gb
+from rl.meter import measure_flops_per_s, take_peak_memory_gb
 from rl.ranks.dist import Dist
 
 if TYPE_CHECKING:

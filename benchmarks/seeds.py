@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from rl.files.atomic import read_rows
+from rl.files import read_rows
 from rl.record.run_summary import summarise
 from rl.report.reading import read_evaluations
 from rl.run.paired import paired

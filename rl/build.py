@@ -23,7 +23,7 @@ from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
-from rl.config.messages import nearest, validate
+from rl.config.loading import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
@@ -33,12 +33,11 @@ from rl.config.schema import (
     RewardKeys,
     RunConfig,
 )
-from rl.files.atomic import read_object
-from rl.files.model_files import model_problems
-from rl.files.weights import NotFiniteError
+from rl.files import read_object
+from rl.model_files import NotFiniteError, model_problems
 from rl.ranks import error_messages
-from rl.ranks.placement import Claim, claims_of, resolve_device
-from rl.ranks.seeding import derive_seed
+from rl.ranks.dist import Claim, claims_of, resolve_device
+from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient

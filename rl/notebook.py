@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rl.config.schema import load_config
-from rl.files.images import open_picture
+from rl.files import open_picture
 from rl.record.run_summary import is_in_use
 from rl.report import reading
 

@@ -19,21 +19,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from rl import build
+from rl import build, printing
 from rl.check import check_report, run_folder, this_machine, what_changes
 from rl.check.check_data import check_data
 from rl.check.fetch import fetch_small_files, fetch_weights
 from rl.checkpoints.checkpoint import find, iteration_of, read_state
-from rl.config.paths import GONE, not_a_file
+from rl.config.loading import GONE, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
-from rl.config.shipped import find_config
-from rl.files.atomic import write_atomically
+from rl.files import write_atomically
 from rl.policies.shared.start_from import start_of
-from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
-from rl.ranks.hang_watch import HangWatch
-from rl.ranks.node_watch import NodeWatch
-from rl.text import command_line, terminal
-from rl.text.command_line import KEY_VALUE
+from rl.printing import KEY_VALUE
+from rl.ranks import dist, heartbeat, signals, supervision
+from rl.ranks.supervision import HangWatch, NodeWatch
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {
@@ -69,11 +66,11 @@ SAME_SIZE_RATIOS = (0.97, 1.1)
 """(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 124 hung for too long,
     128+n ended by signal n, else that of the rank that failed first."""
-    terminal.guard()
+    printing.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.conformance:
         if find_spec("torch") is None:
@@ -105,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
                 raise ConfigError([*problems, *check_report.problems(config)])
             origin = what_changes.origin_of(args.config, args.overrides)
             text, code = check_report.report(config, config.gpu_gb, args.online, origin)
-            command_line.show(text, marks=CHECK_MARKS)
+            printing.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         problems += check_report.problems(config, with_data=False)
         problems = problems or _memory_problems(args, config)
@@ -125,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             problems = what_changes.explained(
                 problems, what_changes.origin_of(args.config, args.overrides)
             )
-        command_line.complain(f"{args.config} cannot run:", problems)
+        printing.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
     origin = what_changes.origin_of(args.config, args.overrides)
     for title, lines in check_report.remarks(resolved, data, origin).items():
@@ -179,10 +176,10 @@ def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """Memory problems of a start on this machine's GPUs, or on GPUs of --gpu-gb; [] without GPUs.
     If the config is written for another size, prints which gpu_gb fits."""
-    machine = placement.look_at_machine()
+    machine = dist.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
-        machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
+        machine = dist.Machine((args.gpu_gb,) * len(machine.cuda_gb))
 
     def problems_of(config: RunConfig) -> list[str]:
         return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
@@ -209,7 +206,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     of_ranks = argv[-1:] and Path(argv[-1]).name == "check_distributed.py"
     name = RANKS if of_ranks else CHECK if "--check" in argv else TRAIN
     usage = f"{name} [options]" + " config.jsonnet [key=value ...]" * (name != RANKS)
-    parser = command_line.Parser(name, HELP[name], usage)
+    parser = printing.Parser(name, HELP[name], usage)
     add = parser.add_argument
 
     def only(command: str, text: str) -> str:
@@ -296,7 +293,7 @@ def launch(
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     if args.script == "rl.train":
-        loading_progress.start()
+        heartbeat.start_loading()
     _set_environment(num_ranks, config)
     for retries_left in reversed(range(args.retries + 1)):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
@@ -326,21 +323,21 @@ def _iterations_on_disk(run_dir: Path) -> int:
 
 def _one_start(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None
-) -> endings.Ending:
+) -> supervision.Ending:
     with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # mode 0700: private
         notes = Path(folder)
         run = partial(_run_ranks, args, num_ranks, log_dir, notes, config)
         try:
             if args.nnodes == 1:
-                return run(rendezvous.on_one_node(notes))
-            with rendezvous.on_several_nodes(
+                return run(supervision.on_one_node(notes))
+            with supervision.on_several_nodes(
                 args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
             ) as (rdzv_env, nodes):
                 return run(rdzv_env, nodes)
-        except rendezvous.RendezvousError as error:
-            return endings.Ending(1, "the nodes did not meet", False, (str(error),))
+        except supervision.RendezvousError as error:
+            return supervision.Ending(1, "the nodes did not meet", False, (str(error),))
         finally:
-            endings.end_leftovers(notes)
+            supervision.end_leftovers(notes)
 
 
 def _run_ranks(
@@ -351,7 +348,7 @@ def _run_ranks(
     config: RunConfig | None,
     rdzv_env: dict[str, str],
     nodes: NodeWatch | None = None,
-) -> endings.Ending:
+) -> supervision.Ending:
     """Start the ranks, watch them and end them together; `nodes` gets the reason if they fail. A
     signal that asks this process to stop is forwarded to them; it then waits for them to end."""
     with signals.collect_stop_signals() as stop_signals:
@@ -360,15 +357,15 @@ def _run_ranks(
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-        ranks, ending = endings.Ranks(processes, watch, _say), None
+        ranks, ending = supervision.Ranks(processes, watch, _say), None
         while ending is None:
             if stop_signals:
                 ending = ranks.leave_as_asked(stop_signals)
             elif failures := ranks.failures():
-                ranks.leave([signal.SIGTERM], endings.PEERS_TERM_S)
-                ending = endings.of_failure(ranks.failures() | failures, notes, log_dir)
+                ranks.leave([signal.SIGTERM], supervision.PEERS_TERM_S)
+                ending = supervision.of_failure(ranks.failures() | failures, notes, log_dir)
             elif ranks.all_done():
-                ending = endings.Ending(0, "", by_machine=False)
+                ending = supervision.Ending(0, "", by_machine=False)
             elif watch.look():
                 ending = ranks.end_hung()
             elif nodes is not None and (lost := nodes.lost()):
@@ -385,7 +382,7 @@ def _start_ranks(
 ) -> dict[int, subprocess.Popen[bytes]]:
     config_args = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    loading_progress.stop()  # rank 0 prints its own progress from here on
+    heartbeat.stop_loading()  # rank 0 prints its own progress from here on
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank

@@ -10,23 +10,22 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
-from rl import build
+from rl import build, printing
 from rl.algorithm.metrics import Metrics
-from rl.ranks import error_messages, loading_progress, signals
+from rl.ranks import error_messages, heartbeat, signals
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_text
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import NothingToDoError, open_run
 from rl.run.torchrun import load_in_rank
-from rl.text import terminal
+from rl.seeds import derive_seed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Start or resume the run that the config names."""
-    terminal.guard(keeps_going=True)
+    printing.guard(keeps_going=True)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with build.naming_plugins(build.resolve(config)), open_run(config, dist) as run:
-            loading_progress.stop()
+            heartbeat.stop_loading()
             gc.set_threshold(700)  # undo rl/__init__.py: free tensors in cycles early
             train(run)
     except NothingToDoError as reason:

@@ -26,9 +26,9 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Prompt, RewardInput, RewardOutput, SamplingParams
 from rl.config.schema import JudgeConfig
 from rl.engines.transformers import TransformersEngine
-from rl.ranks.seeding import derive_seed
 from rl.rewards.viescore import Config as VieScoreConfig
 from rl.rewards.viescore import VieScore
+from rl.seeds import derive_seed
 
 T = TypeVar("T")
 

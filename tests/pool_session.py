@@ -18,7 +18,7 @@ from tiny_pictures import make_picture
 from rl import build
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig, load_config
-from rl.files.images import digest
+from rl.files import digest
 from rl.pool.pooled_renderer import pooled
 from rl.pool.ray_cluster import RayWorkers
 from rl.ranks.dist import Dist

@@ -22,7 +22,7 @@ import tiny_config
 
 from rl import build
 from rl.api import find
-from rl.config.messages import sections
+from rl.config.loading import sections
 from rl.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +39,10 @@ ALL_PLUGS = [
 LAYERS = [
     {"config"},
     {"api"},
-    {"algorithm", "files", "meter", "ranks"},
-    {"text"},
+    {"algorithm", "files", "meter", "ranks", "seeds"},
+    {"model_files", "printing"},
     {"console"},
+    {"progress"},
     {"publish", "trackers"},
     {"checkpoints"},
     {"record"},
@@ -71,9 +72,9 @@ FENCES = {
     "deepspeed": r"rl/learner/deepspeed\.py",
     "diffusers": r"rl/(renderers/[\w/]+|rehearsal/rehearsal)\.py",
     "httpx": r"rl/judge/(http|endpoint)\.py",
-    "wandb": r"rl/trackers/wandb_page\.py",
-    "tensorboard": r"rl/trackers/tensorboard_page\.py",
-    "trackio": r"rl/trackers/trackio_page\.py",
+    "wandb": r"rl/trackers\.py",
+    "tensorboard": r"rl/trackers\.py",
+    "trackio": r"rl/trackers\.py",
     "datasets": r"rl/data/[\w/]+\.py",
     "ray": r"rl/pool/ray_cluster\.py",
 }
@@ -146,12 +147,12 @@ def places_of(kind: type[ast.AST], words: str) -> Iterator[tuple[Path, str, Any]
 
 
 def test_only_a_line_feed_ends_a_line() -> None:
-    """`splitlines` also splits at characters inside of values; `rl/files/atomic.py` reads lines."""
+    """`splitlines` also splits at characters inside of values; `rl/files.py` reads lines."""
     wrong = [
         place
         for file, place, node in places_of(ast.Attribute, "splitlines|readlines")
         if node.attr in ("splitlines", "readlines")
-        and file != ROOT / "rl/files/atomic.py"  # reads lines of a binary file
+        and file != ROOT / "rl/files.py"  # reads lines of a binary file
     ]
     assert not wrong, wrong
 
@@ -162,7 +163,7 @@ def test_one_function_opens_pictures() -> None:
         place
         for file, place, node in places_of(ast.Call, r"Image\.open")
         if ast.unparse(node.func).endswith("Image.open")
-        and file != ROOT / "rl/files/images.py"
+        and file != ROOT / "rl/files.py"
         and not (file in TINY_WORLD and "formats" in [keyword.arg for keyword in node.keywords])
     ] + [each.place for each in imports() if each.module == "PIL.Image.open"]
     assert not wrong, wrong
@@ -198,7 +199,7 @@ def test_imports_only_go_down() -> None:
 
 
 def test_every_program_guards_what_it_prints() -> None:
-    """Programs call `terminal.guard` (`rl/text/terminal.py`) first."""
+    """Programs call `printing.guard` (`rl/printing.py`) first."""
     exceptions = {
         "rl/__main__.py",  # starts another program at once
         "rl/test_distributed_env.py",  # calls another program's `main`
@@ -208,7 +209,7 @@ def test_every_program_guards_what_it_prints() -> None:
     programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
     assert len(programs) > len(exceptions)
     for file in programs:
-        guards = "    terminal.guard(" in file.read_text()
+        guards = "    printing.guard(" in file.read_text()
         assert guards == (str(file.relative_to(ROOT)) not in exceptions), file
 
 

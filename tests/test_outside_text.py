@@ -19,13 +19,11 @@ from rl.checkpoints import checkpoint
 from rl.config.schema import ConfigError, load_config
 from rl.data import edit_jsonl
 from rl.data.shared.sample_rows import BadRowError
-from rl.files.atomic import json_line, read_rows, row_of
+from rl.files import json_line, read_rows, row_of
 from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
+from rl.printing import excerpt, plain, scrub
 from rl.report.reading import read_named
-from rl.text.scrub import scrub
-from rl.text.terminal import plain
-from rl.text.untrusted import excerpt
 
 few = settings(
     max_examples=30,

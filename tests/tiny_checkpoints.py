@@ -10,10 +10,9 @@ import torch
 
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import append_line, json_line
-from rl.files.held import GoneError
+from rl.files import GoneError, append_line, json_line
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import rng_state
+from rl.seeds import rng_state
 
 
 def checkpoints_in(folder: Path, **config) -> Checkpoints:

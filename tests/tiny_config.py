@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from rl.config.messages import validate
+from rl.config.loading import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 
 REPO = Path(__file__).resolve().parents[1]

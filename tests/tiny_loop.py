@@ -21,8 +21,8 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.faults.inject import end_at, end_at_phase
-from rl.config.jsonnet import evaluate
-from rl.files.atomic import read_rows
+from rl.config.loading import evaluate
+from rl.files import read_rows
 
 TESTS = Path(__file__).parent
 REPO = TESTS.parent

@@ -22,7 +22,7 @@ from transformers import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.files.images import over_white
+from rl.files import over_white
 from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.qwen_image.vae2d import PictureVae
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rl.ranks.rendezvous import on_one_node
+from rl.ranks.supervision import on_one_node
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from rl.files.atomic import json_line
+from rl.files import json_line
 
 EVIL = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`${alert(3)}\u2028\u2029"

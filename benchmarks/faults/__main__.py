@@ -23,7 +23,7 @@ from benchmarks.faults.cases import CASES, Case
 from benchmarks.faults.harness import Harness
 from benchmarks.faults.processes import map_at_once, quiet_processes
 from benchmarks.faults.trial import BAD, GOOD, Outcome, try_case
-from rl.files.atomic import append_line, json_line, read_rows
+from rl.files import append_line, json_line, read_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from rl.files.atomic import read_rows
-from rl.files.images import open_picture
+from rl.files import open_picture, read_rows
 from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 ASKED = {

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from rl.api.types import Sample
-from rl.files.images import open_picture
+from rl.files import open_picture
 
 CORRECT = "correct"
 CLEARLY_WRONG = ("no_edit", "wrong_object", "wrong_colour", "other_result")

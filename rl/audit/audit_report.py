@@ -16,9 +16,8 @@ from rl.audit.audit_cases import CORRECT, KINDS, Case
 from rl.audit.audit_statistics import readings_for
 from rl.audit.judge_attacks import ATTACKS
 from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
-from rl.files.atomic import write_atomically
-from rl.files.images import downscale
-from rl.text.templates import load_template
+from rl.files import downscale, write_atomically
+from rl.printing import load_template
 
 NUM_WORST = 12
 SIDE_PX = 256

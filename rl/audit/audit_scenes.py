@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from rl.api.types import Sample
 from rl.audit.audit_cases import Case, case_of
-from rl.files.images import open_picture
+from rl.files import open_picture
 
 SIDE_PX = 512
 COLOURS = {

@@ -15,12 +15,11 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.audit.audit_cases import CORRECT, Case, cases_of
 from rl.audit.audit_scenes import scene_cases
 from rl.build import Resolved
-from rl.config.paths import is_folder, not_a_file
+from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import ConfigError
-from rl.files.atomic import read_rows
-from rl.files.images import open_picture
+from rl.files import open_picture, read_rows
+from rl.printing import excerpt
 from rl.rollout.prompt_order import first_samples
-from rl.text.untrusted import excerpt
 
 PAIR_COLUMNS = ("instruction", "source", "better", "worse")
 

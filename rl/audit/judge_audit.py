@@ -27,9 +27,9 @@ from rl.audit import audit_statistics as statistics
 from rl.audit.audit_cases import CLEARLY_WRONG, CORRECT, Case
 from rl.audit.judge_attacks import attacked
 from rl.build import Plugin, Resolved
-from rl.config.paths import read_bytes
+from rl.config.loading import read_bytes
 from rl.config.schema import JudgeConfig, RunConfig
-from rl.files.atomic import write_atomically
+from rl.files import write_atomically
 from rl.judge.client import JudgeError
 from rl.rollout.grading import scores
 

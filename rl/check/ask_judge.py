@@ -16,12 +16,12 @@ from rl.api.types import RewardInput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.check.dry_run import grade_once, made_up_input
-from rl.console.console import duration
+from rl.console import duration
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
 from rl.judge.http import TOO_MANY_REQUESTS
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
 
 T = TypeVar("T")
 

@@ -33,9 +33,9 @@ from rl.judge.endpoint import resolve_api_bases
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import Plan
 from rl.policies.shared.start_from import start_of
-from rl.ranks import placement
+from rl.printing import remember, scrubbed
+from rl.ranks import dist
 from rl.simulation.pool_report import pool_lines
-from rl.text.scrub import remember, scrubbed
 
 
 def problems(config: RunConfig, with_data: bool = True) -> list[str]:
@@ -72,7 +72,7 @@ def remarks(
 
 
 def problems_here(
-    config: RunConfig, machine: placement.Machine, num_ranks: int, host_gb: float | None = None
+    config: RunConfig, machine: dist.Machine, num_ranks: int, host_gb: float | None = None
 ) -> list[str]:
     """What this machine lacks or, if it lacks nothing, what does not fit in the GPUs of `machine`,
     on which `num_ranks` ranks start, or in `host_gb` of host memory (None: unknown). Checks memory
@@ -93,13 +93,13 @@ def problems_here(
 
 
 def smallest_gpu_gb(
-    resolved: build.Resolved, machine: placement.Machine, num_ranks: int, device: str = "auto"
+    resolved: build.Resolved, machine: dist.Machine, num_ranks: int, device: str = "auto"
 ) -> float | None:
     """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
     the policy's GPU); None if `device` is not a GPU."""
     stated = footprint.policy_device(resolved)
     rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    devices = {placement.resolve_device(device, rank_device) for rank_device in rank_devices}
+    devices = {dist.resolve_device(device, rank_device) for rank_device in rank_devices}
     sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in devices)
     return min(sizes_gb, default=None)
 
@@ -129,7 +129,7 @@ def report(
             for plugin in resolved.plugins
             for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
         ],
-        "placement": placement.describe(build.claims(resolved)),
+        "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),
         "data": data.lines,
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),

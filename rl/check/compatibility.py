@@ -13,7 +13,7 @@ from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, 
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
-from rl.ranks import placement
+from rl.ranks import dist
 
 if TYPE_CHECKING:
     from rl.build import Plugin, Resolved
@@ -203,7 +203,7 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
         ]
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
     rank_devices = [f"cuda:{rank}" if device == "auto" else device for rank in range(num_ranks)]
-    return placement.problems(claims(resolved), rank_devices, machine=None)
+    return dist.problems(claims(resolved), rank_devices, machine=None)
 
 
 def _learning_problems(resolved: Resolved) -> Iterable[str]:

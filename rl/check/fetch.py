@@ -10,7 +10,7 @@ from typing import Any
 
 from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
-from rl.files.model_files import cached, model_problems
+from rl.model_files import cached, model_problems
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Files beside the weights: config, tokenizer, template."""

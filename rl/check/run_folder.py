@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.config.loading import FOLDER, GONE, not_a_file
+from rl.printing import excerpt
 from rl.record.run_summary import LOCKS
-from rl.text.untrusted import excerpt
 
 LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)

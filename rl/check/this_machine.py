@@ -19,10 +19,10 @@ from rl import build
 from rl.build import Plugin, Resolved
 from rl.check.fetch import hub_models, is_offline
 from rl.checkpoints.checkpoint import find
-from rl.config.printing import escaped
+from rl.config.loading import escaped
 from rl.memory import footprint
 from rl.ranks.error_messages import SHARED
-from rl.trackers.tracking import not_installed
+from rl.trackers import not_installed
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.build import Resolved
-from rl.config.jsonnet import own_and_base
-from rl.config.printing import escaped
-from rl.config.shipped import find_config
-from rl.text.scrub import scrub
+from rl.config.loading import escaped, find_config, own_and_base
+from rl.printing import scrub
 
 Values = Mapping[str, Any]
 MAX_LINES, MAX_CHARS, MAX_DROPPED = 40, 78, 3

@@ -13,8 +13,8 @@ from rl.check import check_report, this_machine
 from rl.check.this_machine import Gpu
 from rl.check_gpu.lines import Line, Setup, result, skipped
 from rl.config.schema import ConfigError, load_config
+from rl.ranks.dist import Machine
 from rl.ranks.error_messages import SHARED
-from rl.ranks.placement import Machine
 
 MIN_CAPABILITY, MIN_GPU_GB = 8.0, 15.5
 """Ampere, for bfloat16 and flash attention; a "16 GB" GPU has at least so many."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl.config.schema import load_config
-from rl.text.scrub import scrub
+from rl.printing import scrub
 
 NEEDS_CUDA = "needs a GPU (CUDA)"
 _FOLDERS = re.compile(r"(?<![\w/:])(?:~|\.{1,2})?(?:/(?!dev/shm|proc/)[\w.@+~-]+)+/")

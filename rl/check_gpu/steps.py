@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from rl import printing
 from rl.check_gpu.lines import NEEDS_CUDA, Line, Setup, shareable, skipped
-from rl.files.atomic import read_rows
+from rl.files import read_rows
 from rl.ranks import signals
-from rl.text import terminal
 
 RESULTS = "results.jsonl"
 ALONE = math.inf
@@ -231,7 +231,7 @@ def last_words(log: str) -> str:
 
 def _child(name: str, function: str, limit_s: str, setup: str, *arguments: str) -> None:
     """Record each line of a step; what it and libraries print is its log."""
-    terminal.guard()
+    printing.guard()
     signals.die_with_parent()
     # Where it hangs, just before the parent ends it.
     faulthandler.dump_traceback_later(float(limit_s) - 1, file=2)

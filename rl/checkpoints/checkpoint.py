@@ -17,16 +17,14 @@ from pickle import UnpicklingError  # nosec B403 - an error only
 from typing import TYPE_CHECKING, Any
 
 from rl.checkpoints.full_disk import is_full, retry_until_space
-from rl.config import formats
-from rl.config.paths import not_a_file, read_bytes
+from rl.config import loading
+from rl.config.loading import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
-from rl.console.console import warn
-from rl.files.atomic import fsync, read_object, read_rows, write_atomically
-from rl.files.held import GoneError, current_path
+from rl.console import warn
+from rl.files import GoneError, current_path, fsync, read_object, read_rows, write_atomically
+from rl.printing import excerpt, scrub
 from rl.publish import hub
 from rl.ranks.dist import Dist
-from rl.text.scrub import scrub
-from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +282,7 @@ def _write_files(point: ResumePoint, folder: Path) -> None:
         torch.save(dict(rng), buffer)
         (folder / _rng_name(rank)).write_bytes(buffer.getvalue())
     state = {
-        "format": formats.CHECKPOINT,
+        "format": loading.CHECKPOINT,
         "iteration": point.iteration,
         "world_size": len(point.rng_by_rank),
         "meta": point.meta,
@@ -450,7 +448,7 @@ def read_state(path: Path) -> dict[str, Any]:
         shown = f"iteration {iteration!r:.30}, meta of type {type(meta).__name__}"
         raise ValueError(f"{path / 'state.json'} is damaged ({shown}); {_MOVE_AWAY}")
     if "config" in meta:
-        meta["config"] = formats.stored(meta["config"], f"the config in {path}")
+        meta["config"] = loading.stored(meta["config"], f"the config in {path}")
     return state
 
 
@@ -496,9 +494,9 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
 
 def format_problem(folder: Path) -> str:
     """Why this version cannot read the format of that run folder or checkpoint; '' if it can."""
-    for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
+    for file, known in (("config.json", loading.CONFIG), ("state.json", loading.CHECKPOINT)):
         row = (read_object(folder / file) if (folder / file).exists() else None) or {}
-        if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
+        if problem := loading.refusal(str(folder), loading.number_of(row), known, known):
             return problem
     return ""
 

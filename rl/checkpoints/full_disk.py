@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rl.console.console import duration, warn
-from rl.files.atomic import FULL
+from rl.console import duration, warn
+from rl.files import FULL
 from rl.ranks import heartbeat, signals
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl import build
+from rl import build, printing
 from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines, repeats_line, write_audit_page
 from rl.audit.audit_sets import configured_cases, pair_cases, run_cases
@@ -39,14 +39,13 @@ from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.error_messages import remedy
 from rl.report.reading import find_run
-from rl.text import command_line, terminal
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
-    terminal.guard()
-    parser = command_line.Parser("rl judge", f"{__doc__}{command_line.KEY_VALUE}")
+    printing.guard()
+    parser = printing.Parser("rl judge", f"{__doc__}{printing.KEY_VALUE}")
     actions = ("audit", "attack")
     parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
     parser.add_config()

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from rl import printing
 from rl.ranks.dist import Dist
-from rl.text import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ TIMED_MB = 256
 def main() -> None:
     """Sum a known tensor over all ranks with each communicator that a run may use. Rank 0 prints a
     line for each. Exit code: 1, with the reason, if a sum is wrong or does not arrive."""
-    terminal.guard()
+    printing.guard()
     dist = Dist.from_env()
     timer = threading.Timer(TIMEOUT_S, give_up, [dist.rank])
     timer.daemon = True

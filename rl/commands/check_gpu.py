@@ -15,11 +15,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl import build
+from rl import build, printing
 from rl.check_gpu import program
 from rl.check_gpu.steps import ALONE, Step
 from rl.config.schema import load_config
-from rl.text import command_line, terminal
 
 _HERE = "rl.check_gpu"
 LOOP, ENGINE = f"{_HERE}.gpu_loops:loop", f"{_HERE}.gpu_engines:engine"
@@ -60,11 +59,11 @@ STEPS = (
 so nothing else may allocate meanwhile."""
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    terminal.guard()
-    parser = command_line.Parser("rl check-gpu", f"{__doc__}{command_line.KEY_VALUE}")
+    printing.guard()
+    parser = printing.Parser("rl check-gpu", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
     parser.add_overrides()
     engines, text = ("vllm", "transformers"), "transformers: no step uses vLLM"

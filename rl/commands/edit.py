@@ -24,9 +24,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.config.printing import escaped
+from rl import printing
+from rl.config.loading import escaped
 from rl.config.schema import ConfigError
-from rl.text import command_line, terminal
 
 MAX_WORDS_SHOWN = 2000
 ENHANCE_OPTION = "--only-words"
@@ -42,10 +42,10 @@ draws nothing and loads no renderer. The same command writes the same words. (rl
 """
 
 
-@command_line.program
+@printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
-    terminal.guard()
+    printing.guard()
     arguments = sys.argv[1:] if arguments is None else arguments
     is_enhance = arguments[:1] == [ENHANCE_OPTION]
     args = _parser(is_enhance).parse_intermixed_args(arguments)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before the models, which may load for minutes.
     reasons = edit_files.unusable(requests, config)
     for name, reason in reasons.items():
-        command_line.complain(f"{name}: {reason}" if len(requests) > 1 else reason)
+        printing.complain(f"{name}: {reason}" if len(requests) > 1 else reason)
     if len(reasons) == len(requests):
         return 1
     resolved = build.resolve(config)
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(is_enhance: bool) -> argparse.ArgumentParser:
     name, doc = ("rl enhance", ENHANCE_DOC) if is_enhance else ("rl edit", __doc__)
-    parser = command_line.Parser(name, doc)
+    parser = printing.Parser(name, doc)
     add = parser.add_argument
 
     def drawing(text: str) -> str:

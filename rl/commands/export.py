@@ -31,32 +31,30 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, get_args
 
-from rl import build
+from rl import build, model_files, printing
 from rl.api import find
 from rl.checkpoints.checkpoint import MODEL_CARD
 from rl.commands.export_evidence import gather
-from rl.config.messages import validate
+from rl.config.loading import validate
 from rl.config.schema import RunConfig
-from rl.console.console import duration, warn
-from rl.console.progress import weights_counted
+from rl.console import duration, warn
 from rl.edit.trained import Trained, load_trained, require_trusted
-from rl.files import adapter_base
-from rl.files.model_files import model_problems
+from rl.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
+from rl.printing import scrub
+from rl.progress import weights_counted
 from rl.publish import hub
 from rl.publish.model_card import PIPELINES, Form, at, model_card
-from rl.text import command_line, terminal
-from rl.text.scrub import scrub
 
-ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors")
+ADAPTER_FILES = (model_files.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@command_line.program
+@printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
-    terminal.guard()
-    parser = command_line.Parser("rl export", __doc__)
+    printing.guard()
+    parser = printing.Parser("rl export", __doc__)
     add = parser.add_argument
     add("source", type=Path, help="run folder, or one of its checkpoints")
     add("target", type=Path, help="folder to write; must not exist")
@@ -228,7 +226,7 @@ def merge(
     if trained.is_adapter:
         from peft import PeftModel
 
-        adapter_base.read_config(trained.model)  # refuses one that names code to import
+        model_files.read_config(trained.model)  # refuses one that names code to import
         with stage("adding the adapter"):
             model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
     with stage(f"writing the weights in {dtype}"), weights_counted():

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from PIL.Image import DecompressionBombError, Image
 
-from rl.files.images import downscale, open_picture, png_bytes
+from rl.files import downscale, open_picture, png_bytes
 from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report import reading
 from rl.report.curves import points

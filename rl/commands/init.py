@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rl import printing
 from rl.check import check_report
 from rl.check.this_machine import gpus
-from rl.config.messages import nearest
-from rl.config.paths import not_a_file
+from rl.config.loading import nearest, not_a_file
 from rl.config.schema import load_config
 from rl.data.shared.jsonl import Lines
-from rl.files.atomic import write_atomically
-from rl.text import command_line, terminal
+from rl.files import write_atomically
 
 COLUMNS = {
     "instruction": ("instruction", "edit_instruction", "prompt", "question", "problem", "caption"),
@@ -124,11 +123,11 @@ TEXT = """\
 """
 
 
-@command_line.program
+@printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if nothing was written, or what was written has mistakes."""
-    terminal.guard()
-    parser = command_line.Parser("rl init", __doc__)
+    printing.guard()
+    parser = printing.Parser("rl init", __doc__)
     parser.add_argument("file", nargs="?", help="the config to write; default: <name>.jsonnet")
     for name, (question, *_) in QUESTIONS.items():
         choices = list(SYSTEMS) if name == "system" else None
@@ -141,10 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(file)
     report, code = check_report.report(config, config.gpu_gb)
     if code:
-        command_line.complain(f"rl check {file}:")
+        printing.complain(f"rl check {file}:")
         print(report[report.rfind("\n", 0, report.rindex(" wrong\n")) + 1 :], file=sys.stderr)
         return code
-    command_line.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
+    printing.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
     print(f"next: rl train --smoke {file}\nthen: rl train {file}")
     return 0
 
@@ -189,7 +188,7 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
     while True:
         text = default if option is None else option
         if is_asking:
-            command_line.show(f"{question}{f' [{default}]' if default else ''}: ", "bold", end="")
+            printing.show(f"{question}{f' [{default}]' if default else ''}: ", "bold", end="")
             text = input().strip() or default
         if text is None:
             problem = f"--{name.replace('_', '-')} is missing: {question}"
@@ -206,7 +205,7 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
             return text
         if not is_asking:
             raise ValueError(problem)
-        command_line.complain(problem)
+        printing.complain(problem)
 
 
 def _data(args: argparse.Namespace, system: System) -> list[str]:

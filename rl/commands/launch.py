@@ -12,17 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl import printing
 from rl.check import check_report
 from rl.config.schema import ConfigError, load_config
-from rl.text import command_line, terminal
-from rl.text.templates import load_template
+from rl.printing import load_template
 
 
-@command_line.program
+@printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if an option is invalid, or the config cannot run on these nodes."""
-    terminal.guard()
-    parser = command_line.Parser("rl launch", f"{__doc__}{command_line.KEY_VALUE}")
+    printing.guard()
+    parser = printing.Parser("rl launch", f"{__doc__}{printing.KEY_VALUE}")
     add = parser.add_argument
     add("--slurm", action="store_true", required=True, help="print a batch file for sbatch")
     add("--nodes", type=int, default=0, help="nodes with ranks (world_size / GPUs, rounded up)")

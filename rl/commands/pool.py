@@ -20,11 +20,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl import build
+from rl import build, printing
 from rl.commands import pool_plan
 from rl.config.schema import ConfigError, load_config
 from rl.ranks.dist import Dist
-from rl.text import command_line, terminal
 
 if TYPE_CHECKING:
     from rl.config.schema import RenderPoolConfig
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 5.0
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a worker cannot load the renderer, 2 wrong usage or no cluster."""
-    terminal.guard()
+    printing.guard()
     usage = "rl pool start|status|stop|plan config [key=value ...]"
-    parser = command_line.Parser("rl pool", f"{__doc__}{command_line.KEY_VALUE}", usage)
+    parser = printing.Parser("rl pool", f"{__doc__}{printing.KEY_VALUE}", usage)
     actions = parser.add_subparsers(dest="action", required=True, metavar="action", prog="rl pool")
     for action in ("start", "status", "stop"):
         its = actions.add_parser(action, doc=__doc__)
@@ -55,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         workers = _connected(resolved, pool)
         if args.action == "stop":
-            command_line.show(f"{workers.stop()} actors of {workers.name} ended")
+            printing.show(f"{workers.stop()} actors of {workers.name} ended")
             return 0
         return _start(workers, pool) if args.action == "start" else _print(workers)
     except ValueError as error:
-        command_line.complain(str(error))
+        printing.complain(str(error))
         return 2
 
 
@@ -68,7 +67,7 @@ def _connected(resolved: build.Resolved, pool: RenderPoolConfig) -> RayWorkers:
     from rl.pool.pool_worker import spec_of
 
     where = ray_cluster.connect(pool.address, Dist(), may_start=False)
-    command_line.show(f"on {where}")
+    printing.show(f"on {where}")
     renderer = resolved.renderer
     on_gpu = ray_cluster.has_gpus() and resolved.policy.config.device != "cpu"
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # a CPU run's
@@ -90,7 +89,7 @@ def _start(workers: RayWorkers, pool: RenderPoolConfig) -> int:
             return _print(workers)
         if any(state not in ("ready", workers.LOADING) for state in states):
             break
-        command_line.show(f"{states.count('ready')} of {len(states)} workers are ready")
+        printing.show(f"{states.count('ready')} of {len(states)} workers are ready")
         time.sleep(LOOK_EVERY_S)
     _print(workers)
     return 1
@@ -99,10 +98,10 @@ def _start(workers: RayWorkers, pool: RenderPoolConfig) -> int:
 def _print(workers: RayWorkers) -> int:
     rows = workers.status()
     if not rows:
-        command_line.show(f"no worker of {workers.name} exists; `rl pool start` starts them")
+        printing.show(f"no worker of {workers.name} exists; `rl pool start` starts them")
     for row in rows:
         place = f"  {row['node']} pid {row['pid']}" if "node" in row else ""
-        command_line.show(f"{row['worker']}  {row['state']}{place}")
+        printing.show(f"{row['worker']}  {row['state']}{place}")
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rl import build
+from rl import build, printing
 from rl.config.schema import load_config
 from rl.simulation import phase_times
 from rl.simulation.iteration_model import (
@@ -25,7 +25,6 @@ from rl.simulation.iteration_model import (
     enough_workers,
     simulate,
 )
-from rl.text import command_line
 
 SHARES = (" gen", "cond", "rend", "wait", "learn", "sync", "draw", "judge")
 LEGEND = """\
@@ -35,7 +34,7 @@ draw, judge: share of the time in which workers and judges are busy, in %.
 bound by: what, made 10 % faster, shortens the iteration most."""
 
 
-def add_arguments(parser: command_line.Parser) -> None:
+def add_arguments(parser: printing.Parser) -> None:
     parser.add_config()
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run whose ranks drew: its times")
     powers = [0, *(2**n for n in range(MOST_WORKERS.bit_length()))]
@@ -65,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     )
     for line in described(times):
         print(line)
-    command_line.show(f"workers judges seconds {' '.join(SHARES)} bound by", "bold")
+    printing.show(f"workers judges seconds {' '.join(SHARES)} bound by", "bold")
     plan = Machines(bytes_per_s=args.gbit * 1e9 / 8, local=args.local)
     for judges in args.judges:
         machines = replace(plan, judge_slots=judges * times.slots_per_judge)

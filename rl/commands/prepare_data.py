@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from rl import printing
 from rl.api.data import RowRules
 from rl.commands.edit import at_least_one
-from rl.console.progress import counted
 from rl.data import hf_dataset
 from rl.data.emu3_tokens.token_files import SUFFIX, TokenisedEdit, write
 from rl.data.shared.sample_rows import BadRowError, Columns, Rows
 from rl.edit.trained import pick_device
-from rl.files.atomic import read_object, write_atomically
-from rl.files.model_files import model_problems
+from rl.files import read_object, write_atomically
+from rl.model_files import model_problems
+from rl.progress import counted
 from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
 from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
-from rl.text import command_line, terminal
 
 if TYPE_CHECKING:
     from rl.renderers.emu3_vq.codec import Emu3Codec
@@ -35,10 +35,10 @@ MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
 
 
-@command_line.program
+@printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 if all edits are encoded and listed, 1 with a message if not."""
-    terminal.guard()
+    printing.guard()
     try:
         tokenize(parse(arguments))
     except ValueError as error:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; option names are those of the script in EARL's repository."""
-    parser = command_line.Parser("rl prepare", __doc__)
+    parser = printing.Parser("rl prepare", __doc__)
     add = parser.add_argument
     add("task", choices=["tokenize"], metavar="tokenize", help="pictures to codes")
     add("--output-path", type=Path, required=True)

@@ -18,16 +18,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from rl import printing
 from rl.config.schema import ConfigError, load_config
 from rl.rehearsal import cuda_guard
-from rl.text import command_line, terminal
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
-    terminal.guard()
-    parser = command_line.Parser("rl rehearse", f"{__doc__}{command_line.KEY_VALUE}")
+    printing.guard()
+    parser = printing.Parser("rl rehearse", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
     parser.add_argument("--depth", type=int, metavar="N", help=depth)

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.files.held import hold
+from rl import printing
+from rl.files import hold
 from rl.record.run_summary import RUNS_VARIABLE
 from rl.report.all_runs import write_all_runs
 from rl.report.compare import by_chance, compare, lines, write_comparison
@@ -29,14 +30,13 @@ from rl.report.reading import find_run, is_control, read_config, read_evaluation
 from rl.report.single_file import write_single_file
 from rl.report.summary import INTERVAL, summary
 from rl.run.page_refresh import BUSY
-from rl.text import command_line, terminal
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is nothing to report; `BUSY` if --refresh finds another report."""
-    terminal.guard()
-    parser = command_line.Parser("rl report", f"{__doc__}{command_line.KEY_VALUE}")
+    printing.guard()
+    parser = printing.Parser("rl report", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("run", nargs="?", help="run folder, or config")
     parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
@@ -83,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.single_file:
             print(f"  {write_single_file(run_dir, index)}")
     except BusyError as error:
-        command_line.complain(str(error))
+        printing.complain(str(error))
         return BUSY if args.refresh else 1
     return 0
 
 
 def _show(texts: Sequence[str]) -> None:
     """Print the lines, with gains beyond noise in colour."""
-    command_line.show(
+    printing.show(
         "\n".join(texts),
         marks={
             r"\(\+[\d.]+, 95 % \+.*?\)": "green",

@@ -20,9 +20,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from rl.config.printing import escaped
+from rl import printing
+from rl.config.loading import escaped
 from rl.record.run_summary import RUNS_VARIABLE, Summary, folders, summarise
-from rl.text import command_line, terminal
 
 ORDERS: dict[str, Callable[[Summary], Any]] = {
     "written": lambda run: -run.written_s,
@@ -40,11 +40,11 @@ _WRAPPED = textwrap.TextWrapper(
 _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 
 
-@command_line.program
+@printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if nothing could be read."""
-    terminal.guard()
-    parser = command_line.Parser("rl runs", __doc__)
+    printing.guard()
+    parser = printing.Parser("rl runs", __doc__)
     default = os.environ.get(RUNS_VARIABLE) or "runs"
     parser.add_argument("folder", nargs="?", default=default, help="folder of runs, or of one run")
     parser.add_argument("--sort", choices=ORDERS, default="written", help="the order of the runs")
@@ -68,7 +68,7 @@ def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
     """Prints a table of the runs, then why other folders are none."""
     runs = [summary for summary in summaries if not summary.problem]
     if runs:
-        command_line.show(
+        printing.show(
             _ROW.format("run", "done", "held-out", "best", "checkpoint", "written"), "bold"
         )
     for run in runs:
@@ -86,7 +86,7 @@ def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
         details += [escaped(run.system, NAME_WIDTH), decimal(run.num_bytes)]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
-        command_line.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})
+        printing.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})
     size = decimal(sum(summary.num_bytes for summary in summaries))
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escaped(folder, 56)}, {size}")
     for summary in summaries:

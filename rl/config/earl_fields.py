@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from rl.config.messages import validate
+from rl.config.loading import validate
 
 Values = dict[str, Any]
 

@@ -12,12 +12,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from rl.config import earl_fields, formats
-from rl.config.jsonnet import evaluate
-from rl.config.messages import nearest, validate
-from rl.config.paths import is_folder, not_a_file
-from rl.config.printing import printable
-from rl.config.shipped import configs_folder, find_config, located, shipped_configs
+from rl.config import earl_fields, loading
+from rl.config.loading import (
+    configs_folder,
+    evaluate,
+    find_config,
+    is_folder,
+    located,
+    nearest,
+    not_a_file,
+    printable,
+    shipped_configs,
+    validate,
+)
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.grpo`, which `algorithm.loss` names."""
@@ -409,7 +416,7 @@ class RenderPoolConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    format: Annotated[int, Field(ge=1)] = formats.CONFIG
+    format: Annotated[int, Field(ge=1)] = loading.CONFIG
     """Version of the config's keys; any but the present version is refused."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
@@ -527,8 +534,8 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
-    number = values.get("format", formats.CONFIG)
-    if other_format := formats.refusal(str(path), number, formats.CONFIG, formats.CONFIG):
+    number = values.get("format", loading.CONFIG)
+    if other_format := loading.refusal(str(path), number, loading.CONFIG, loading.CONFIG):
         raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):

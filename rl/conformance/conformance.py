@@ -24,7 +24,7 @@ from rl.api.policy import Policy
 from rl.api.types import Completion, Sample, SamplingParams, TrainSequence
 from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.lines import Line, result, skipped
-from rl.config.messages import validate
+from rl.config.loading import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.api.plugin import unread
-from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.config.loading import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import Lines
 from rl.data.shared.sample_rows import MAX_SHOWN, SEVERAL, BadRowError, Rows, RowsConfig, RowsSource
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
 
 if TYPE_CHECKING:
     from datasets import Dataset

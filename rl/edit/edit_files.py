@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field, model_validator
 
 from rl import build
-from rl.config.messages import validate
-from rl.config.paths import not_a_file
-from rl.config.printing import printable
+from rl.config.loading import not_a_file, printable, validate
 from rl.config.schema import RunConfig
 from rl.data.shared.jsonl import Lines
 from rl.data.shared.sample_pictures import UnusableError
@@ -31,9 +29,8 @@ from rl.edit.editor import (
     EditResult,
     sample_of,
 )
-from rl.files.atomic import write_atomically
-from rl.files.images import over_white, png_bytes
-from rl.text.scrub import scrubbed
+from rl.files import over_white, png_bytes, write_atomically
+from rl.printing import scrubbed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,9 +23,9 @@ from rl.data.shared.sample_pictures import UnusableError, load_image
 from rl.edit.trained import Trained, config_for_use, load_trained, pick_device
 from rl.judge.background import BackgroundLoop
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import derive_seed
 from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
+from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,15 +18,13 @@ from rl import build
 from rl.api import find
 from rl.api.renderer import Renderer
 from rl.checkpoints.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
-from rl.config import formats
-from rl.config.jsonnet import evaluate
-from rl.config.messages import validate
+from rl.config import loading
+from rl.config.loading import evaluate, validate
 from rl.config.schema import ConfigError, RunConfig
-from rl.files.adapter_base import ADAPTER_CONFIG
-from rl.files.atomic import read_object
-from rl.files.images import open_picture
+from rl.files import open_picture, read_object
+from rl.model_files import ADAPTER_CONFIG
+from rl.printing import excerpt
 from rl.record.run_summary import not_a_run
-from rl.text.untrusted import excerpt
 
 UNUSED: dict[str, Any] = {
     "engine": {"type": "transformers"},
@@ -127,7 +125,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     if file.exists():
         if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-        config = formats.stored(stored, str(file))
+        config = loading.stored(stored, str(file))
     policy = config.get("policy") if isinstance(config, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")

@@ -30,8 +30,7 @@ from rl.judge.reply import (
     scores_of_ten,
     served_models,
 )
-from rl.text.scrub import scrub
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt, scrub
 
 T = TypeVar("T")
 

@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rl.config.paths import not_a_file, read_text
+from rl.config.loading import not_a_file, read_text
 from rl.config.schema import JudgeConfig
-from rl.text.scrub import MIN_CHARS, is_placeholder, remember
-from rl.text.untrusted import excerpt
+from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember
 
 MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200

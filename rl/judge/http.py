@@ -16,8 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from rl.judge.endpoint import is_loopback
-from rl.text.scrub import scrub
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt, scrub
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20

@@ -7,10 +7,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl.files.atomic import append, lines_of, row_of
-from rl.files.held import current_path
-from rl.files.private import private
-from rl.text.scrub import scrub
+from rl.files import append, current_path, lines_of, private, row_of
+from rl.printing import scrub
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from rl.config.paths import read_text
-from rl.files.images import downscale, over_white, padded, png_bytes
-from rl.text.untrusted import excerpt
+from rl.config.loading import read_text
+from rl.files import downscale, over_white, padded, png_bytes
+from rl.printing import excerpt
 
 INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from rl.text.scrub import scrub
-from rl.text.untrusted import without_lone_surrogates
+from rl.printing import scrub, without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
 MAX_TOKEN_CHARS = 40

@@ -17,14 +17,12 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from rl.config.schema import JudgeConfig
-from rl.files.atomic import write_atomically
-from rl.files.private import private
+from rl.files import private, write_atomically
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_BYTES, is_loopback, resolve_api_base
 from rl.judge.guard import GRACE_S
-from rl.ranks.rendezvous import INIT_METHOD
-from rl.text.scrub import environment_without
-from rl.text.untrusted import excerpt
+from rl.printing import environment_without, excerpt
+from rl.ranks.dist import INIT_METHOD
 
 POLL_S = 0.05
 WATCH_S = 1.0

@@ -14,7 +14,6 @@ from rl.api.loss import Denominators
 from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
-from rl.files.weights import require_finite
 from rl.learner.backends import (
     STATE_PARTS,
     Backend,
@@ -32,6 +31,7 @@ from rl.learner.micro_batches import (
     split_evenly,
 )
 from rl.learner.train_step import Minibatch, TrainStep
+from rl.model_files import require_finite
 from rl.ranks.dist import Dist, is_sharded
 
 NUM_MEASURED = 3

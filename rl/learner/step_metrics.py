@@ -13,7 +13,7 @@ import torch
 from rl.algorithm.grpo import Mismatch, Objective, effective_sample_share, kl_per_token, mismatch
 from rl.algorithm.metrics import Metrics
 from rl.api.loss import LossInputs
-from rl.meter.device import seconds_between, time_mark
+from rl.meter import seconds_between, time_mark
 from rl.ranks.dist import Dist
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rl.api.plugin import ModelRunner, PlacedConfig
 from rl.build import Plugin, Resolved
-from rl.files.weights import num_parameters
 from rl.memory import memory_plan
 from rl.memory.memory_plan import (
     KNOWN,
@@ -22,6 +21,7 @@ from rl.memory.memory_plan import (
     PolicyModel,
     Sizes,
 )
+from rl.model_files import num_parameters
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
-from rl.meter.flops import MATRICES, ModelShape, Recompute
+from rl.meter import MATRICES, ModelShape, Recompute
 
 CONTEXT_GB = 2.0
 """CUDA context, NCCL buffers and kernel workspaces of one process."""

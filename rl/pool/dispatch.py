@@ -14,7 +14,7 @@ from PIL.Image import Image
 
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
-from rl.console.console import duration, warn
+from rl.console import duration, warn
 from rl.pool import wire
 from rl.ranks import heartbeat, signals
 from rl.renderers.shared.batches import OUT_OF_MEMORY, Fits, batches_of

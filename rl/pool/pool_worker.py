@@ -18,10 +18,10 @@ from typing import Any
 
 from rl.api.plugin import PlacedConfig, Resources, reported_by
 from rl.api.renderer import Renderer
-from rl.files.weights import fingerprint
+from rl.model_files import fingerprint
 from rl.pool import wire
+from rl.ranks.dist import resolve_device
 from rl.ranks.error_messages import is_lost_device
-from rl.ranks.placement import resolve_device
 
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pillow")
 

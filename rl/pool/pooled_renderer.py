@@ -12,7 +12,7 @@ from rl.api.types import RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.pool.dispatch import Dispatcher
 from rl.pool.pool_worker import facts_of_code, facts_of_model, spec_of
-from rl.ranks.placement import resolve_device
+from rl.ranks.dist import resolve_device
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

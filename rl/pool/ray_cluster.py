@@ -26,8 +26,8 @@ from rl.config.schema import RAY_MISSING, RenderPoolConfig
 from rl.judge.server import NEEDED_SECRETS
 from rl.pool.dispatch import Reference, WorkerLostError
 from rl.pool.pool_worker import Worker, digest_of
+from rl.printing import environment_without, is_secret_name
 from rl.ranks.signals import STOP_SIGNALS
-from rl.text.scrub import environment_without, is_secret_name
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

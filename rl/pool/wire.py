@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.files.images import digest
+from rl.files import digest
 
 MAX_BYTES = 2**30
 """Limit of one message's arrays."""

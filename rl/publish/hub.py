@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rl.console.console import duration, warn
-from rl.text.scrub import scrub
+from rl.console import duration, warn
+from rl.printing import scrub
 
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""

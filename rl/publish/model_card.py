@@ -12,12 +12,9 @@ from markupsafe import Markup
 
 from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate
-from rl.files.adapter_base import is_hub_id
-from rl.files.atomic import with_leaves
-from rl.files.model_files import cached
-from rl.text.markdown import code, text
-from rl.text.scrub import scrub
-from rl.text.templates import load_template
+from rl.files import with_leaves
+from rl.model_files import cached, is_hub_id
+from rl.printing import code, load_template, scrub, text
 
 Form = Literal["adapter", "model", "text-encoder"]
 """A PEFT adapter; a model with tokenizer; the `text_encoder` folder of a diffusers pipeline."""

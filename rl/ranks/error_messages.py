@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from rl.config.printing import escaped
+from rl.config.loading import escaped
 from rl.config.schema import ConfigError, listed
 
 MAX_SHOWN = 500

@@ -1,22 +1,118 @@
-"""Writes once a second where this rank's main thread is, and its stacks on request."""
+"""Where a rank is: heartbeats for the launcher, and lines while a run loads."""
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import dropwhile
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import NamedTuple, TextIO
 
-from rl.ranks import loading_progress
+# ---- loading progress ----------------------------------------------------------------------------
+# Finds where the main thread is, and prints it while a run loads.
+
+LOADING_EVERY_S = 4.0
+SAME_S = 30.0
+"""A place that was printed is not printed again before this has passed."""
+_stopped = threading.Event()
+_stopped.set()
+_progress = ""
+_read_lock = threading.Lock()
+
+
+class Call(NamedTuple):
+    module: str
+    """'rl.run.loop', also for the module that Python runs as `__main__`."""
+    code: int
+    instruction: int
+    """Byte offset of the current instruction."""
+
+
+def start_loading(first_s: float | None = None) -> None:
+    """Start printing, the first line after `first_s`; does nothing if it is printing already."""
+    global _stopped
+    if _stopped.is_set():
+        _stopped = threading.Event()
+        args = (LOADING_EVERY_S if first_s is None else first_s, _stopped)
+        threading.Thread(target=_print_lines, args=args, name="loading", daemon=True).start()
+
+
+def stop_loading() -> None:
+    _stopped.set()
+
+
+def is_loading() -> bool:
+    return not _stopped.is_set()
+
+
+def note_loading(progress: str) -> None:
+    """Set the progress text that the next lines show; '' removes it."""
+    global _progress
+    _progress = progress
+
+
+def _print_lines(first_s: float, stopped: threading.Event) -> None:
+    began_s, wait_s, printed, printed_s = time.monotonic(), first_s, "", 0.0
+    while not stopped.wait(wait_s):
+        status = ": ".join(filter(None, (described(calls()), _progress)))
+        now_s, wait_s = time.monotonic() - began_s, LOADING_EVERY_S
+        if status != printed or now_s - printed_s >= SAME_S:
+            printed, printed_s = status, now_s
+            print(f"[{now_s:3.0f} s] loading: {status}", flush=True)
+
+
+def described(calls: Sequence[Call]) -> str:
+    """'rl.engines.vllm.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
+    and the package that it called."""
+    package = ""
+    for call in calls:
+        top = call.module.split(".")[0]
+        if top == "rl":
+            return f"{call.module}, in {package}" if package else call.module
+        if top not in sys.stdlib_module_names and top not in ("__main__", "None"):
+            package = top
+    return f"Python, in {package}" if package else "Python"
+
+
+def calls() -> list[Call]:
+    """The main thread's call stack, innermost first; callable from any thread. Another thread reads
+    it with garbage collection off: the read creates frame objects (Python 3.11), and a collection
+    could run finalizers that let the main thread run on, which would crash the process."""
+    if threading.current_thread() is threading.main_thread():
+        return _calls_from(sys._getframe(1))
+    with _read_lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return _calls_from(sys._current_frames().get(threading.main_thread().ident or 0))
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def _calls_from(frame: FrameType | None) -> list[Call]:
+    stack = []
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")
+        module = str(spec.name if spec else frame.f_globals.get("__name__"))
+        stack.append(Call(module, id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return stack
+
+
+# ---- heartbeat -----------------------------------------------------------------------------------
+# Writes once a second where this rank's main thread is, and its stacks on request.
 
 STACKS_SIGNAL = signal.SIGRTMAX
 """Signal that requests the stacks. Not SIGUSR1, which users and batch systems send to stop a run.
@@ -33,7 +129,7 @@ BETWEEN = "between phases"
 _BYTES = 1024
 """Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
-_REPORTERS = (__name__, "contextlib", "rl.console.console")
+_REPORTERS = (__name__, "contextlib", "rl.console")
 _PEERS = "torch.distributed.distributed_c10d"
 """A rank inside one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
@@ -78,15 +174,15 @@ class _Heart:
 
     def _write(self, descriptor: int) -> None:
         phases = self.phases[1:] or self.phases
-        calls = loading_progress.calls()
-        outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
+        stack = calls()
+        outside = dropwhile(lambda call: call.module in _REPORTERS, stack)
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
             phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=loading_progress.described(list(outside))[:_MAX_CHARS],
-            waits_for_ranks=any(call.module == _PEERS for call in calls),
+            where=described(list(outside))[:_MAX_CHARS],
+            waits_for_ranks=any(call.module == _PEERS for call in stack),
             has_saved=self.has_saved,
         )
         try:
@@ -157,7 +253,7 @@ def _watch_main_thread() -> None:
     last_stacks: OrderedDict[int, None] = OrderedDict()
     looked_s = written_s = 0.0
     while True:
-        now_s, stack = time.monotonic(), hash(tuple(loading_progress.calls()))
+        now_s, stack = time.monotonic(), hash(tuple(calls()))
         if stack not in last_stacks or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
         last_stacks[stack] = None

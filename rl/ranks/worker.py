@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl.files.private import private
-from rl.ranks import error_messages, heartbeat, loading_progress
+from rl import printing
+from rl.files import private
+from rl.printing import Lossy
+from rl.ranks import error_messages, heartbeat
 from rl.ranks.dist import PeerError
-from rl.ranks.endings import FINISHED_CODE
 from rl.ranks.signals import die_with_parent
-from rl.text import terminal
-from rl.text.terminal import Lossy
+from rl.ranks.supervision import FINISHED_CODE
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     exit_codes: list[int] = []
     atexit.register(_leave, exit_codes)  # the first to register is the last to be called
     die_with_parent()
-    terminal.open_closed_streams()
+    printing.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])
     log = Path(log_dir) / f"rank_{rank}.log"
@@ -36,14 +36,14 @@ def main() -> None:
         stacks = open(log, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - open until the end
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
-    terminal.guard()
+    printing.guard()
     heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
     error_messages.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
     _write_note(note)
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
-        loading_progress.start(first_s=1.0)  # starting up has already taken seconds
+        heartbeat.start_loading(first_s=1.0)  # starting up has already taken seconds
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)
@@ -72,7 +72,7 @@ def main() -> None:
         )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
-                print(terminal.plain(trace), file=file)
+                print(printing.plain(trace), file=file)
         print(text or trace, file=sys.stderr)
         exit_codes.append(1)
         sys.exit(1)

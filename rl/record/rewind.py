@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from rl.files.atomic import lines_of, read_object, row_of, write_atomically
+from rl.files import lines_of, read_object, row_of, write_atomically
 
 SET_ASIDE = "set_aside"
 MAX_NUMBERS = 10

@@ -14,15 +14,23 @@ from filelock import FileLock, Timeout
 
 from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
-from rl.files import held
-from rl.files.atomic import append_line, json_line, read_rows, write_atomically
-from rl.files.images import digest, png_bytes
-from rl.files.private import private
+from rl.files import (
+    append_line,
+    digest,
+    hold,
+    json_line,
+    png_bytes,
+    private,
+    read_rows,
+    release,
+    require_not_moved,
+    write_atomically,
+)
+from rl.printing import remember, scrubbed
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
 from rl.record.thumbnails import GroupPictures, Thumbnails, interest
 from rl.record.writer import MAX_WAITING
-from rl.text.scrub import remember, scrubbed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,10 +87,10 @@ class RunRecord:
                 pass
         if problem := self._dist.broadcast(problem):
             raise ValueError(problem)
-        held.hold(self.run_dir)
+        hold(self.run_dir)
 
     def release(self) -> None:
-        held.release(self.run_dir)
+        release(self.run_dir)
         self._lock.release()
 
     @contextmanager
@@ -91,9 +99,9 @@ class RunRecord:
         try:
             yield
         except OSError:
-            held.require_not_moved(self.run_dir)
+            require_not_moved(self.run_dir)
             raise
-        held.require_not_moved(self.run_dir)
+        require_not_moved(self.run_dir)
 
     def write_config(self) -> None:
         if self._dist.is_main:

@@ -20,12 +20,12 @@ from rl.checkpoints.checkpoint import (
     iteration_of,
     steps_of,
 )
-from rl.config import formats
-from rl.config.paths import not_a_file
-from rl.files.atomic import read_object
-from rl.files.model_files import KIND_KEYS
+from rl.config import loading
+from rl.config.loading import not_a_file
+from rl.files import read_object
+from rl.model_files import KIND_KEYS
+from rl.printing import excerpt
 from rl.ranks.error_messages import remedy
-from rl.text.untrusted import excerpt
 
 RUNS_VARIABLE = "APP__BASE_EXP_DIR"
 """Names the folder of runs; default: runs/."""
@@ -126,7 +126,7 @@ def _summary(path: Path) -> Summary:
     config = read_object(file)
     if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
         return replace(partial, problem="its config.json is damaged")
-    config = formats.stored(config, str(file))
+    config = loading.stored(config, str(file))
     newest = find(path, hashes=False)
     checkpoint = None if newest.path is None else iteration_of(newest.path)
     rewards_of = held_out_rewards(path)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from PIL.Image import Image, new
 
 from rl.api.types import Episode, Status
-from rl.files.atomic import write_atomically
-from rl.files.images import downscale, over_white
+from rl.files import downscale, over_white, write_atomically
 from rl.ranks.dist import Dist
 
 LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rl.checkpoints.full_disk import retry_until_space
-from rl.console.console import warn
+from rl.console import warn
 
 MAX_WAITING = 10
 """Maximum number of queued jobs, which hold pictures and weights: enough for two iterations."""

@@ -26,7 +26,7 @@ from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.config.schema import RunConfig
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.step_metrics import LearnerMetrics
@@ -228,7 +228,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
     from diffusers import ModelMixin
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-    from rl.files import weights
+    from rl import model_files
     from rl.renderers.emu3_vq import codec
 
     def shortened(config: Any) -> Any:
@@ -278,7 +278,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
             stack.enter_context(patch(owner, "from_pretrained", classmethod(of_transformers)))
         stack.enter_context(patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)))
         stack.enter_context(patch(codec, "_read_tensors", of_emu3_vq))
-        stack.enter_context(patch(weights, "require_finite", lambda named, owner: None))
+        stack.enter_context(patch(model_files, "require_finite", lambda named, owner: None))
         yield
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config.shipped import located
-from rl.files.model_files import cached
+from rl.config.loading import located
 from rl.memory.memory_plan import MODELS
+from rl.model_files import cached
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 

@@ -11,12 +11,12 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from rl.files.atomic import write_atomically
+from rl.files import write_atomically
+from rl.printing import without_lone_surrogates
 from rl.record.run_summary import Summary, folders, summarise
 from rl.report.curves import MAX_POINTS, points
 from rl.report.page import NAMING, PAGE_FOLDER, flat, template
 from rl.report.reading import named_rows, read_config
-from rl.text.untrusted import without_lone_surrogates
 
 CURVES = {"eval/reward": "held-out", "reward/mean": "training"}
 

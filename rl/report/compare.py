@@ -12,8 +12,9 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from rl.config.printing import escaped
-from rl.files.atomic import write_atomically
+from rl.config.loading import escaped
+from rl.files import write_atomically
+from rl.printing import without_lone_surrogates
 from rl.report.curves import CURVES, curve_data, mean, points
 from rl.report.folder import locked
 from rl.report.page import NAMING, PAGE_FOLDER, flat, template
@@ -32,7 +33,6 @@ from rl.report.reading import (
 )
 from rl.report.summary import INTERVAL, Change, changes_of
 from rl.run.metric_table import doc_of
-from rl.text.untrusted import without_lone_surrogates
 
 REWARD = ("rewards.", "evaluation.temperature.", "evaluation.top_k.")
 JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from rl.config.shipped import located
+from rl.config.loading import located
+from rl.printing import without_lone_surrogates
 from rl.report.reading import Record, number, picture, picture_of, source_places, words_of
-from rl.text.untrusted import without_lone_surrogates
 
 
 @dataclass(frozen=True)

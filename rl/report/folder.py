@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rl.files.private import private_folder
+from rl.files import private_folder
 
 MAX_WAIT_S = 30.0
 """Longest wait for another report on this run; shorter than a run's limit for its last page."""

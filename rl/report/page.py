@@ -12,16 +12,15 @@ from typing import Any
 from jinja2 import Template
 from markupsafe import Markup
 
-from rl.files.atomic import write_atomically
+from rl.files import write_atomically
+from rl.printing import load_template, without_lone_surrogates
 from rl.report.curves import CURVES, Curve, curve_data, points
 from rl.report.episode_rows import Limits, Pieces, record_row
 from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
 from rl.report.reading import Evaluation, Record, named_rows, picture, read_config, read_evaluations
 from rl.report.summary import INTERVAL, alarms, context, learnt
-from rl.text.templates import load_template
-from rl.text.untrusted import without_lone_surrogates
-from rl.trackers.tracker_page import MAIN_METRICS
+from rl.trackers import MAIN_METRICS
 
 NAMING = ("run_name", "base_exp_dir")
 """Config keys that differ between any two runs."""

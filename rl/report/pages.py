@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, StringConstraints
 
-from rl.config.paths import read_bytes
-from rl.files.atomic import read_rows, write_atomically
+from rl.config.loading import read_bytes
+from rl.files import read_rows, write_atomically
 from rl.report.episode_rows import (
     LEVELS,
     WHOLE,

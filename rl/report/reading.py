@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rl.checkpoints.checkpoint import format_problem
+from rl.config.loading import find_config
 from rl.config.schema import load_config
-from rl.config.shipped import find_config
-from rl.files.atomic import read_object, read_rows
+from rl.files import read_object, read_rows
 from rl.record.run_summary import not_a_run
 
 Record = Mapping[str, Any]

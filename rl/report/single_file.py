@@ -11,9 +11,8 @@ from typing import Any
 from markupsafe import Markup
 from PIL.Image import DecompressionBombError
 
-from rl.config.paths import read_bytes
-from rl.files.atomic import write_atomically
-from rl.files.images import open_picture
+from rl.config.loading import read_bytes
+from rl.files import open_picture, write_atomically
 from rl.report.folder import locked
 from rl.report.page import rendered
 from rl.report.pages import CHUNK, PageIndex, call, literal, value_of

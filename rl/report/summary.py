@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from rl.config.printing import printable
+from rl.config.loading import printable
 from rl.report.curves import points
 from rl.report.reading import Evaluation, Record, is_control, number, shown_of
 from rl.run.exploits import ExploitWatch

@@ -24,7 +24,7 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.config.schema import FinalReward, RunConfig
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
 
 Grades = Mapping[str, RewardOutput]
 """Reward name -> its output."""

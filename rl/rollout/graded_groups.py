@@ -15,7 +15,7 @@ from rl.api.policy import Policy
 from rl.api.types import Episode, TrainSequence
 from rl.config.schema import RunConfig
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import derive_seed
+from rl.seeds import derive_seed
 
 
 @dataclass(frozen=True, eq=False)

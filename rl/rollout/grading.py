@@ -17,8 +17,8 @@ from rl.api.find import described
 from rl.api.plugin import brief
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput, is_unreadable
-from rl.console.console import warn
-from rl.files.images import copied_pictures
+from rl.console import warn
+from rl.files import copied_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device, is_raised_here
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rl.api.data import DataSource, OnBadRow, read_row
 from rl.api.types import Prompt, Sample, UnusableSampleError
-from rl.files.images import copied_pictures
+from rl.files import copied_pictures
 
 T = TypeVar("T")
 

@@ -17,12 +17,11 @@ from rl.api.renderer import Renderer, drawn_problem
 from rl.api.reward import Reward
 from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
-from rl.console.console import PhaseTimer
-from rl.console.progress import Progress, counted
-from rl.files.images import copied_pictures
+from rl.console import PhaseTimer
+from rl.files import copied_pictures
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards
-from rl.ranks.seeding import derive_seed
+from rl.progress import Progress, counted
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import (
     Arm,
@@ -34,6 +33,7 @@ from rl.rollout.episodes import (
     why_not_rendered,
 )
 from rl.rollout.grading import Outputs, scores
+from rl.seeds import derive_seed
 
 LISTEN_EVERY_S = 0.5
 """How often the wait for a verdict checks whether the run was asked to stop."""

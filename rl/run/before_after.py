@@ -9,11 +9,10 @@ from typing import Any
 
 from PIL.Image import Image
 
-from rl.files.atomic import read_rows
-from rl.files.images import downscale, open_picture, side_by_side
+from rl.files import downscale, open_picture, read_rows, side_by_side
+from rl.printing import scrub
 from rl.run.paired import interval
-from rl.text.scrub import scrub
-from rl.trackers.tracker_page import BeforeAfter
+from rl.trackers import BeforeAfter
 
 MAX_PICTURES = 8
 _SIDE_PX = 256

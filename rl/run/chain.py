@@ -12,8 +12,8 @@ import numpy as np
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
-from rl.console.console import warn
-from rl.text.untrusted import excerpt
+from rl.console import warn
+from rl.printing import excerpt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

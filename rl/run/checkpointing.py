@@ -12,7 +12,7 @@ from typing import Any
 from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.publish.model_card import model_card
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter

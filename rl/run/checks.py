@@ -9,14 +9,14 @@ from rl.algorithm.metrics import Metrics
 from rl.api.reward import NO_VALUE
 from rl.api.types import Episode, Sample, Status
 from rl.config.schema import RunConfig
-from rl.console.console import warn
+from rl.console import warn
+from rl.printing import excerpt
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import rollout_metrics
 from rl.run.plugin_metrics import PluginMetrics
 from rl.run.watch import Watch
-from rl.text.untrusted import excerpt
 
 WINDOW_PICTURES = 200
 """The renderer's failure rate is computed over the last iterations with at least this many pictures

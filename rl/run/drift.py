@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Episode, Prompt
-from rl.console.console import warn
+from rl.console import warn
 from rl.rollout.stream import RolloutContext
 from rl.run.paired import LEAST_FALL, Paired, paired
 from rl.run.stock import FixedArm, Rewards, Stock, word_states

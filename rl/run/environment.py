@@ -8,8 +8,8 @@ import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
 
-from rl.console.console import warn
-from rl.files.atomic import append_line, json_line, read_rows
+from rl.console import warn
+from rl.files import append_line, json_line, read_rows
 from rl.ranks.dist import Dist
 
 FILE = "environment.jsonl"

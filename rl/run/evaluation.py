@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
-from rl.files.atomic import json_line, write_atomically
-from rl.files.images import png_bytes
-from rl.files.private import private
-from rl.ranks.seeding import derive_seed
+from rl.files import json_line, png_bytes, private, write_atomically
+from rl.printing import scrubbed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
 from rl.run.chain import BARE, POLICY, check_equal_words
@@ -34,12 +32,12 @@ from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
 from rl.run.held_out import score
 from rl.run.reward_gap import add_gaps
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
-from rl.text.scrub import scrubbed
+from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from rl.console.console import PhaseTimer
+    from rl.console import PhaseTimer
     from rl.learner.learner import Learner
     from rl.ranks.dist import Dist
     from rl.record.writer import BackgroundWriter

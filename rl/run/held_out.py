@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl.api.types import Completion, Prompt
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.learner.micro_batches import Forwards, Inference
 from rl.ranks import signals
-from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.learner.learner import Learner

@@ -9,7 +9,7 @@ from rl.audit.audit_report import audit_lines
 from rl.audit.audit_sets import configured_cases
 from rl.build import Resolved
 from rl.config.schema import ConfigError
-from rl.console.console import Console, duration, warn
+from rl.console import Console, duration, warn
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
 from rl.ranks import signals

@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl import build
+from rl import build, printing
 from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plugin import PluginBase
 from rl.run.plugin_metrics import prefix_of
-from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
 _FILE = _IN_WHEEL if _IN_WHEEL.is_file() else Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -66,5 +65,5 @@ def shipped_rows() -> dict[str, Metric]:
 
 
 if __name__ == "__main__":
-    terminal.guard()
+    printing.guard()
     print(markdown_table(shipped_rows()), end="")

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.console.console import warn
-from rl.files.held import current_path
-from rl.files.private import private
-from rl.text.scrub import environment_without
+from rl.console import warn
+from rl.files import current_path, private
+from rl.printing import environment_without
 
 MAX_WAIT_S = 40.0
 BUSY = 75

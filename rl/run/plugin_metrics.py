@@ -10,7 +10,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.find import described
 from rl.api.plugin import PluginBase, brief, reported_by
 from rl.build import Plugin
-from rl.console.console import warn
+from rl.console import warn
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

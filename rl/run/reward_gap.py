@@ -12,10 +12,10 @@ import numpy as np
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
-from rl.console.console import warn
-from rl.files.atomic import read_rows
+from rl.console import warn
+from rl.files import read_rows
+from rl.printing import excerpt
 from rl.run.paired import Paired, paired
-from rl.text.untrusted import excerpt
 
 Rewards = tuple[float, float]
 """One sample's final reward, and its reward by the plugin that trains nothing; 0..1 each."""

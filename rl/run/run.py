@@ -10,13 +10,13 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.console.console import PhaseTimer, warn
+from rl.console import PhaseTimer, warn
 from rl.judge.addresses import JudgeStats
 from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
 from rl.learner.weight_sync import SyncReport, sync
-from rl.meter.device import take_peak_memory_gb
+from rl.meter import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.consensus import Interrupted, raise_if_interrupted

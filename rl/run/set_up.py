@@ -20,21 +20,19 @@ from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state, sound
 from rl.config.schema import JudgeConfig, RunConfig
-from rl.console.console import Console, PhaseTimer, warn
-from rl.console.group_panel import GroupPanel
-from rl.console.progress import shown_on
-from rl.files.atomic import write_atomically
+from rl.console import Console, GroupPanel, PhaseTimer, warn
+from rl.files import write_atomically
 from rl.judge.background import BackgroundLoop, StoppedError
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
-from rl.meter.device import measure_flops_per_s
-from rl.ranks import heartbeat, loading_progress, placement, signals
-from rl.ranks.dist import Dist
-from rl.ranks.hang_watch import WATCHED_ELSEWHERE
-from rl.ranks.seeding import seed_everything, set_rng_state
+from rl.meter import measure_flops_per_s
+from rl.progress import shown_on
+from rl.ranks import heartbeat, signals
+from rl.ranks.dist import Dist, enforce, look_at_machine
+from rl.ranks.supervision import WATCHED_ELSEWHERE
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
@@ -50,7 +48,8 @@ from rl.run.recording import Recording
 from rl.run.run import Run
 from rl.run.start_adapter import with_start
 from rl.run.watch import Watch
-from rl.trackers.tracking import Tracker
+from rl.seeds import seed_everything, set_rng_state
+from rl.trackers import Tracker
 
 
 class NothingToDoError(Exception):
@@ -70,9 +69,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
         record = RunRecord(config.run_dir, config, dist)
-        loading_progress.note("waiting for the lock of the run's folder")
+        heartbeat.note_loading("waiting for the lock of the run's folder")
         record.claim()
-        loading_progress.note("")
+        heartbeat.note_loading("")
         stack.callback(record.release)
         checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
         stack.callback(checkpoints.close, console.say)
@@ -87,17 +86,17 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 f"run {config.run_name}: all {num_iterations} iterations are done; raise "
                 "num_iterations to go on, or choose another run_name"
             )
-        placement.enforce(build.claims(resolved), dist.device)
+        enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
-        loading_progress.note("waiting for the judge")
+        heartbeat.note_loading("waiting for the judge")
         try:
             with heartbeat.phase(WATCHED_ELSEWHERE):
                 judges, passed = _open_judges(resolved, dist, loop, stack, console, sample)
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
-        loading_progress.note("")
+        heartbeat.note_loading("")
         record_environment(config.run_dir, done, dist)
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         resolved, keeps_start = with_start(resolved, newest, dist)
@@ -240,7 +239,7 @@ def _engine_memory(
     memory_config = resolved.engine.cls.memory(resolved.engine.config)
     if memory_config is None or not dist.device.startswith("cuda"):
         return True, None
-    gpu_gb = placement.look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
+    gpu_gb = look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
     gpu_gb = min(dist.gather(gpu_gb))
     plan = footprint.footprint(resolved, gpu_gb, policy.engine_folder())
     is_auto = memory_config.residency == "auto"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl.build import Resolved
 from rl.checkpoints.checkpoint import read_state
-from rl.files.adapter_base import ADAPTER_CONFIG
+from rl.model_files import ADAPTER_CONFIG
 from rl.ranks.dist import Dist
 
 FOLDER = "start"

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
 from rl.check.resume import lasting
 from rl.checkpoints.full_disk import retry_until_space
-from rl.console.console import warn
-from rl.files.atomic import json_line, read_rows, write_atomically
-from rl.files.images import png_bytes
-from rl.files.private import private
+from rl.console import warn
+from rl.files import json_line, png_bytes, private, read_rows, write_atomically
 from rl.learner.micro_batches import Inference
 from rl.rollout.stream import RolloutContext
 from rl.run.checks import require_grades

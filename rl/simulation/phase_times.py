@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from rl.build import Resolved
 from rl.config.schema import RunConfig
-from rl.files.atomic import read_object, read_rows
+from rl.files import read_object, read_rows
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import PHASES, Sizes
-from rl.meter.flops import LanguageModel, ModelShape, prefix_tree_pairs
+from rl.meter import LanguageModel, ModelShape, prefix_tree_pairs
 from rl.simulation.iteration_model import Iteration
 
 PICTURES, POLICY = 0.5, 0.25

@@ -17,7 +17,7 @@ from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
 from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
-from rl.meter.flops import LanguageModel
+from rl.meter import LanguageModel
 from rl.renderers import qwen_image_edit
 
 

@@ -21,7 +21,7 @@ from benchmarks.faults.cases import CASES, Case
 from benchmarks.faults.harness import Harness
 from benchmarks.faults.inject import DoAt, EndAt, FileOperation, at_files
 from benchmarks.faults.tiny_run import Ended, Judge
-from rl.files.atomic import append_line, fsync
+from rl.files import append_line, fsync
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from rl.check import check_report
 from rl.check.memory_remedies import memory_problems
 from rl.config.schema import RunConfig, load_config
 from rl.memory import footprint
-from rl.ranks.placement import Machine
+from rl.ranks.dist import Machine
 from rl.simple_launch import main
 
 

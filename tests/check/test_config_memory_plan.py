@@ -45,7 +45,7 @@ from rl.memory.memory_plan import (
     residency,
     residency_line,
 )
-from rl.meter.flops import Recompute
+from rl.meter import Recompute
 from rl.policies import qwen2_5_vl
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)

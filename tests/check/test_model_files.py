@@ -16,7 +16,7 @@ from tiny_messages import holds
 from rl import build
 from rl.api.plugin import ModelFiles
 from rl.check import check_report
-from rl.files.model_files import model_problems
+from rl.model_files import model_problems
 
 SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy": ("policies", {"type": "qwen2_5_vl"}),

@@ -12,8 +12,7 @@ import pytest
 from tiny_messages import holds
 
 from rl.check.run_folder import create_and_check, folder_problems
-from rl.files.atomic import append_line, write_atomically
-from rl.files.private import no_links, private
+from rl.files import append_line, no_links, private, write_atomically
 from rl.judge.journal import ReplyJournal
 
 NOBODY = 65534

@@ -19,7 +19,7 @@ from rl import build
 from rl.check import check_report, this_machine
 from rl.check.this_machine import checkpoints_gb, machine_lines, machine_problems
 from rl.config import schema
-from rl.ranks.placement import Machine
+from rl.ranks.dist import Machine
 
 ON_GPU = ("policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm")
 """Overrides that move the quickstart to a GPU; as shipped it runs on the CPU."""

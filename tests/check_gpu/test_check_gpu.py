@@ -28,7 +28,7 @@ from rl.check_gpu.lines import Line, Setup, result, shareable
 from rl.check_gpu.steps import Step
 from rl.commands import check_gpu
 from rl.config.schema import load_config
-from rl.ranks.placement import Machine
+from rl.ranks.dist import Machine
 
 TESTS = Path(__file__).resolve().parents[1]
 H100 = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 12"

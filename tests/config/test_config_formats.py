@@ -15,10 +15,10 @@ from rl.check import check_report
 from rl.checkpoints import checkpoint
 from rl.commands import export
 from rl.commands import report as report_command
-from rl.config import formats
+from rl.config import loading
 from rl.config.schema import ConfigError, load_config
 from rl.edit.trained import load_trained
-from rl.files.adapter_base import read_config
+from rl.model_files import read_config
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.report.reading import read_evaluations
@@ -64,9 +64,9 @@ def test_of_an_older_run_keys_that_nothing_reads_are_dropped() -> None:
     """A plugin of the user's own may still read them."""
     engine = {"type": "vllm", "dtype": "auto"}
     own = {"type": "mine.Engine", "share_base_weights": True}
-    written = {"format": formats.CONFIG, "engine": engine | {"share_base_weights": True}}
-    assert formats.stored(written, "it") == {"format": formats.CONFIG, "engine": engine}
-    assert formats.stored(written | {"engine": own}, "it")["engine"] == own
+    written = {"format": loading.CONFIG, "engine": engine | {"share_base_weights": True}}
+    assert loading.stored(written, "it") == {"format": loading.CONFIG, "engine": engine}
+    assert loading.stored(written | {"engine": own}, "it")["engine"] == own
 
 
 def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> N
 
 @pytest.mark.parametrize(
     ("file", "current"),
-    [("config.json", formats.CONFIG), ("checkpoints/step_000002/state.json", formats.CHECKPOINT)],
+    [("config.json", loading.CONFIG), ("checkpoints/step_000002/state.json", loading.CHECKPOINT)],
 )
 def test_what_a_newer_version_wrote_is_refused(
     run_dir: Path, file: str, current: int, capsys: pytest.CaptureFixture[str]
@@ -158,4 +158,4 @@ def test_an_older_format_is_refused_and_a_run_writes_the_current_one(run_dir) ->
     [problem] = check_report.problems(config)
     assert holds(problem, "format 1 ... 3 to 3 ... the version of vlm-edit-rl that wrote it")
     RunRecord(run_dir, config, Dist()).write_config()
-    assert json.loads((run_dir / "config.json").read_text())["format"] == formats.CONFIG
+    assert json.loads((run_dir / "config.json").read_text())["format"] == loading.CONFIG

@@ -15,7 +15,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
-from rl.config.messages import validate
+from rl.config.loading import validate
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 
 ODD: list[Any] = [

@@ -10,8 +10,8 @@ import pytest
 import tiny_config
 from tiny_messages import holds
 
-from rl.config import jsonnet
-from rl.config.messages import validate
+from rl.config import loading
+from rl.config.loading import validate
 from rl.config.schema import ConfigError, load_config
 from rl.rewards import viescore
 
@@ -58,7 +58,7 @@ def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
 def test_an_endless_program_is_stopped(tmp_path, run_file, monkeypatch, override: str) -> None:
-    monkeypatch.setattr(jsonnet, "MAX_S", 0.5)
+    monkeypatch.setattr(loading, "MAX_S", 0.5)
     path = run_file
     if override == "seed=1":
         path = tmp_path / "endless.jsonnet"
@@ -106,7 +106,7 @@ def test_a_word_is_a_string_unless_jsonnet_knows_it(tmp_path: Path) -> None:
     words = {"d": "cuda:0", "e": "true/b", "f": "stdx", "g": "self.a", "h": "local", "i": "~std.pi"}
     overrides = [f"{key}={text}" for key, (text, _) in known.items()]
     overrides += [f"{key}={text}" for key, text in words.items()]
-    values, problems = jsonnet.evaluate(path, overrides, {})
+    values, problems = loading.evaluate(path, overrides, {})
     assert problems == [] and values is not None
     assert values == {key: value for key, (_, value) in known.items()} | words | {"i": -4}
 

@@ -15,8 +15,8 @@ from tiny_messages import holds
 from rl import build
 from rl.check import check_report
 from rl.config import schema
+from rl.config.loading import configs_folder, located, shipped_configs
 from rl.config.schema import ConfigError, load_config
-from rl.config.shipped import configs_folder, located, shipped_configs
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [

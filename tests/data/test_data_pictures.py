@@ -12,9 +12,9 @@ import pytest
 from PIL import EpsImagePlugin, Image, ImageCms
 from tiny_edits import PHOTO_SIZE, save_photos
 
+from rl import files
 from rl.data.shared import sample_pictures
 from rl.data.shared.sample_pictures import UnusableError, check_header, decode, load_image, locate
-from rl.files import images
 from rl.report.single_file import thumbnail
 
 
@@ -203,7 +203,7 @@ def test_a_decompression_bomb_is_refused_from_its_header():
 
 @pytest.mark.parametrize("kind", ["WEBP", "GIF", "TIFF", "BMP"])
 def test_a_small_file_of_many_pixels_is_refused_whatever_its_format(kind, monkeypatch):
-    monkeypatch.setattr(images, "MAX_AREA_PX", 32 * 32)
+    monkeypatch.setattr(files, "MAX_AREA_PX", 32 * 32)
     check_header(encoded(Image.new("L", (32, 32)), kind), 8192)
     with pytest.raises(UnusableError, match=r"absurdly large .33x32; .*downscale"):
         check_header(encoded(Image.new("L", (33, 32)), kind), 8192)
@@ -232,7 +232,7 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
                 read(file)
         assert thumbnail(file) is None
         with pytest.raises(OSError):
-            images.open_picture(file)
+            files.open_picture(file)
     assert not ran.exists()
     with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # plain Pillow does run it
         picture.load()

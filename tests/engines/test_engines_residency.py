@@ -7,9 +7,8 @@ import tiny_config
 
 from rl import build
 from rl.config.schema import load_config
-from rl.console.console import Console
-from rl.ranks.dist import Dist
-from rl.ranks.placement import Machine
+from rl.console import Console
+from rl.ranks.dist import Dist, Machine
 from rl.run import set_up
 
 

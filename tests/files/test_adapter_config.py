@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rl.files.adapter_base import ADAPTER_CONFIG, read_config
+from rl.model_files import ADAPTER_CONFIG, read_config
 
 
 def saved(folder: Path, **changes: Any) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.files.atomic import MAX_NESTING, row_of, write_atomically
+from rl.files import MAX_NESTING, row_of, write_atomically
 
 NUM_TIMES, NUM_BYTES = 60, 200_000
 

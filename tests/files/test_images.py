@@ -16,7 +16,7 @@ from PIL import Image
 from tiny_run import episode, run_config
 
 from rl.api.types import RewardInput, Sample
-from rl.files.images import copied_pictures, digest, png_bytes
+from rl.files import copied_pictures, digest, png_bytes
 from rl.judge.question import picture_part
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rl import build
 from rl.config.schema import load_config
-from rl.files.weights import NotFiniteError, align_weights, require_finite
+from rl.model_files import NotFiniteError, align_weights, require_finite
 from rl.ranks.dist import Dist
 from rl.ranks.error_messages import sentence
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base, resolve_api_bases
-from rl.text.scrub import scrub
+from rl.printing import scrub
 
 
 @pytest.mark.parametrize(

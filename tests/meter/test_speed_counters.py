@@ -19,9 +19,9 @@ from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import make
 
 from rl.api.types import Completion, RewardInput, RewardOutput, Sample
-from rl.config.jsonnet import evaluate
+from rl.config.loading import evaluate
 from rl.config.schema import RunConfig
-from rl.files.images import png_bytes
+from rl.files import png_bytes
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i

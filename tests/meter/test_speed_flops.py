@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.flop_counter import flop_counter
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.meter.flops import prefix_tree_pairs
+from rl.meter import prefix_tree_pairs
 from rl.ranks.dist import Dist
 
 GROUPS, MEMBERS = 2, 8

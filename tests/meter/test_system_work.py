@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import LoraSection
-from rl.meter.device import measure_flops_per_s, take_peak_memory_gb
-from rl.meter.flops import LanguageModel, prefix_tree_pairs
+from rl.meter import LanguageModel, measure_flops_per_s, prefix_tree_pairs, take_peak_memory_gb
 
 EVERY_MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -10,7 +10,7 @@ import tiny_qwen
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl.files.weights import fingerprint
+from rl.model_files import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -19,7 +19,7 @@ from tiny_rounding import FORWARD_TOL, apart
 
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import PolicySetup
-from rl.meter.flops import LanguageModel, prefix_tree_pairs
+from rl.meter import LanguageModel, prefix_tree_pairs
 from rl.policies import qwen2_5_vl
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))

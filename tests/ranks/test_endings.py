@@ -12,9 +12,9 @@ import tiny_config
 import torch
 
 from rl import simple_launch
-from rl.ranks import endings
-from rl.ranks.endings import Ending, Failure
+from rl.ranks import supervision
 from rl.ranks.error_messages import is_machine_error
+from rl.ranks.supervision import Ending, Failure
 
 KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))
 HUNG = Ending(124, "rank 1 hung", True)
@@ -78,7 +78,7 @@ def test_the_rank_that_failed_first_is_named(
     code: int,
 ) -> None:
     failed = {rank: Failure(*failure) for rank, failure in failures.items()}
-    ending = endings.of_failure(failed, write_notes(tmp_path, notes), Path("logs"))
+    ending = supervision.of_failure(failed, write_notes(tmp_path, notes), Path("logs"))
     assert description in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
     assert ending.lines[0].endswith("; logs: logs")
     assert notes.get(1, {}).get("reason", "") in ending.lines[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.ranks import heartbeat
-from rl.ranks.loading_progress import Call
+from rl.ranks.heartbeat import Call
 
 
 def test_an_older_phase_never_overwrites_a_newer_one(

@@ -17,8 +17,8 @@ from tiny_ranks import held_port
 from tiny_waits import wait_for
 
 from rl import simple_launch
-from rl.ranks import endings, signals
-from rl.ranks.rendezvous import RendezvousError, on_several_nodes
+from rl.ranks import signals, supervision
+from rl.ranks.supervision import RendezvousError, on_several_nodes
 from rl.simple_launch import main
 
 TESTS = Path(__file__).parents[1]
@@ -207,7 +207,7 @@ def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     process = launch("frozen", "--nproc", "2")
     wait_for(lambda: (tmp_path / "began_0").exists() and (tmp_path / "began_1").exists())
     process.terminate()
-    _, errors = process.communicate(timeout=endings.LEAVE_S + 10)
+    _, errors = process.communicate(timeout=supervision.LEAVE_S + 10)
     assert process.returncode == 128 + signal.SIGTERM
     assert holds(errors, "killed ... rank 1 (stopped) ... SIGTERM ... resumes")
     assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()

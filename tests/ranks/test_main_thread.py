@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl.ranks import loading_progress
+from rl.ranks import heartbeat
 
 
-def read_elsewhere(depth: int) -> list[loading_progress.Call]:
+def read_elsewhere(depth: int) -> list[heartbeat.Call]:
     """The calls of this thread, `depth` calls deeper, read by another thread."""
     if depth:
         return read_elsewhere(depth - 1)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(loading_progress.calls).result()
+        return pool.submit(heartbeat.calls).result()
 
 
 @pytest.fixture

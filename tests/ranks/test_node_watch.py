@@ -10,8 +10,8 @@ from tiny_messages import holds
 from tiny_waits import wait_for
 from torch.distributed import TCPStore
 
-from rl.ranks import node_watch
-from rl.ranks.node_watch import NodeWatch
+from rl.ranks import supervision
+from rl.ranks.supervision import NodeWatch
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def lines() -> list[str]:
 def watch(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Starts the watch of one of two nodes with two ranks each; minutes are seconds here."""
     for name in ("BEAT_S", "LOST_S", "STOPPED_S", "LEAVE_S"):
-        monkeypatch.setattr(node_watch, name, getattr(node_watch, name) / 60)
+        monkeypatch.setattr(supervision, name, getattr(supervision, name) / 60)
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watches = []
 
@@ -45,7 +45,7 @@ def watch(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 def test_a_node_that_has_left_is_not_lost(watch: Watch) -> None:
     first = watch(0)
     watch(1).leave()
-    time.sleep(2 * node_watch.LOST_S)
+    time.sleep(2 * supervision.LOST_S)
     assert first.lost() == ""
 
 
@@ -55,12 +55,12 @@ def test_a_silent_node_counts_as_lost_and_is_not_waited_for(watch: Watch) -> Non
     assert holds(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
     start = time.monotonic()
     first.leave()
-    assert time.monotonic() - start < node_watch.LEAVE_S / 2
+    assert time.monotonic() - start < supervision.NODE_LEAVE_S / 2
 
 
 def test_a_launcher_that_was_itself_stopped_waits_again_before_it_reports(watch: Watch) -> None:
     first = watch(0)
-    time.sleep(1.5 * node_watch.LOST_S)
+    time.sleep(1.5 * supervision.LOST_S)
     assert first.lost() == ""
     wait_for(first.lost)
 

@@ -7,8 +7,8 @@ import torch
 from tiny_messages import holds
 
 from rl.api.plugin import PlacedConfig, PluginConfig
-from rl.ranks import placement
-from rl.ranks.placement import Claim, Machine, problems, resolve_device
+from rl.ranks import dist
+from rl.ranks.dist import Claim, Machine, problems, resolve_device
 
 FOUR_GPUS = Machine(cuda_gb=(80.0, 80.0, 80.0, 24.0))
 
@@ -78,11 +78,8 @@ def test_a_wrong_placement_names_its_key(
 def test_claims_are_read_from_the_sections_with_a_device() -> None:
     placed = PlacedConfig(device="cuda:1", max_memory_gb=3.0)
     sections = [("policy", PlacedConfig()), ("renderer", placed), ("rewards.x", PluginConfig())]
-    assert placement.claims_of(sections) == [
-        Claim("policy", "auto"),
-        Claim("renderer", "cuda:1", 3.0),
-    ]
-    assert placement.describe(placement.claims_of(sections)) == [
+    assert dist.claims_of(sections) == [Claim("policy", "auto"), Claim("renderer", "cuda:1", 3.0)]
+    assert dist.describe(dist.claims_of(sections)) == [
         "policy               the rank's own device",
         "renderer             cuda:1, at most 3 GB",
     ]
@@ -90,19 +87,19 @@ def test_claims_are_read_from_the_sections_with_a_device() -> None:
 
 def test_the_devices_of_this_machines_ranks_follow_the_launcher_variables() -> None:
     two = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert placement.local_rank_devices("cuda:1", two) == ["cuda:0", "cuda:1"]
-    assert placement.local_rank_devices("cpu", two) == ["cpu", "cpu"]
-    assert placement.local_rank_devices("cuda:2", {}) == ["cuda:2"]
+    assert dist.local_rank_devices("cuda:1", two) == ["cuda:0", "cuda:1"]
+    assert dist.local_rank_devices("cpu", two) == ["cpu", "cpu"]
+    assert dist.local_rank_devices("cuda:2", {}) == ["cuda:2"]
 
 
 def test_memory_limits_are_set_as_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(placement, "look_at_machine", lambda: FOUR_GPUS)
+    monkeypatch.setattr(dist, "look_at_machine", lambda: FOUR_GPUS)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args)
     )
-    placement.enforce([AUTO, at("cuda:3", 6.0)], "cuda:0")
+    dist.enforce([AUTO, at("cuda:3", 6.0)], "cuda:0")
     assert calls == [(0.25, "cuda:3")]
     with pytest.raises(ValueError, match="'cuda:4' given"):
-        placement.enforce([at("cuda:4", 6.0)], "cuda:0")
+        dist.enforce([at("cuda:4", 6.0)], "cuda:0")
     assert len(calls) == 1

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import torch
 
-from rl.ranks.seeding import SEED_LIMIT, derive_seed, rng_state, seed_everything, set_rng_state
+from rl.seeds import SEED_LIMIT, derive_seed, rng_state, seed_everything, set_rng_state
 
 
 def test_a_seed_is_a_fixed_function_of_its_name():

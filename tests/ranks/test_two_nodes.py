@@ -14,7 +14,7 @@ import tiny_nodes
 from tiny_loop import assert_same_run
 from tiny_nodes import ADDRESSES, Nodes
 
-from rl.ranks.node_watch import LOST_S
+from rl.ranks.supervision import LOST_S
 
 pytestmark = pytest.mark.slow
 

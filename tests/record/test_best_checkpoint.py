@@ -6,7 +6,7 @@ import pytest
 from tiny_checkpoints import checkpoints_in, names_in, save
 
 from rl.checkpoints.checkpoint import Checkpoints, checkpoint_of, held_out_rewards
-from rl.files.atomic import json_line
+from rl.files import json_line
 
 
 def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None]) -> None:

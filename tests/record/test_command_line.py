@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from tiny_messages import holds
 
+from rl import printing
 from rl.commands.audit_judge import main as judge
 from rl.commands.check_gpu import main as check_gpu
 from rl.commands.edit import main as edit
 from rl.commands.rehearse import main as rehearse
 from rl.commands.report import main as report
 from rl.commands.runs import main as runs
-from rl.config.messages import nearest
+from rl.config.loading import nearest
 from rl.config.schema import ConfigError
 from rl.simple_launch import main as launch
-from rl.text import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_an_error_becomes_a_sentence(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @command_line.program
+    @printing.program
     def main(arguments: Sequence[str] | None = None) -> int:
         raise error
 
@@ -49,7 +49,7 @@ def test_an_error_becomes_a_sentence(
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    @command_line.program
+    @printing.program
     def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyError("bug")
 
@@ -84,11 +84,11 @@ def test_colour_is_for_terminals_and_without_no_color(monkeypatch: pytest.Monkey
     monkeypatch.delenv("NO_COLOR", raising=False)
     for stream, no_color, is_red in ((Terminal(), "", True), (Terminal(), "1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
-        command_line.show("bad \x1b[32m", "red", stream, marks={"bad": "bold"})
+        printing.show("bad \x1b[32m", "red", stream, marks={"bad": "bold"})
         assert ("\x1b[31" in stream.getvalue() or ";31m" in stream.getvalue()) == is_red
         assert "\\x1b[32m" in stream.getvalue(), "foreign colour is escaped"
     pipe = io.StringIO()
-    command_line.show("bad", "red", pipe)
+    printing.show("bad", "red", pipe)
     assert pipe.getvalue() == "bad\n"
 
 

@@ -19,7 +19,7 @@ from tiny_run import episode, run_config
 from rl.checkpoints import full_disk
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import append_line, read_rows, write_atomically
+from rl.files import append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
 from rl.ranks import signals
 from rl.ranks.dist import Dist

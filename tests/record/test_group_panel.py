@@ -10,8 +10,7 @@ from rich.cells import cell_len
 from tiny_run import SAMPLE, episode
 
 from rl.api.types import Action, Completion, Episode, Prompt, Status
-from rl.console.console import Console
-from rl.console.group_panel import GroupPanel, chosen, group_rows
+from rl.console import Console, GroupPanel, chosen, group_rows
 
 HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
 

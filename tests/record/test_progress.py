@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.console import progress
-from rl.console.console import Console, PhaseTimer
-from rl.console.progress import counted, shown_on, weights_counted
-from rl.ranks import loading_progress
+from rl import progress
+from rl.console import Console, PhaseTimer
+from rl.progress import counted, shown_on, weights_counted
+from rl.ranks import heartbeat
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_on_a_terminal_progress_is_shown_in_the_line_of_the_phase(clock) -> None
 
 
 def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(loading_progress, "EVERY_S", 0.02)
-    loading_progress.start()
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    heartbeat.start_loading()
     try:
         with counted("rows of a.jsonl", 100) as counter:
             for _ in range(20):
@@ -115,7 +115,7 @@ def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monke
         threading.Event().wait(0.1)
         after = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
     finally:
-        loading_progress.stop()
+        heartbeat.stop_loading()
     assert ": 20 of 100 rows of a.jsonl, 1.0/s, 80.0 s left\n" in during
     assert "rows of" not in after and log.getvalue() == ""
 

@@ -16,7 +16,7 @@ from urllib.parse import quote, quote_plus
 import markupsafe
 import pytest
 
-from rl.text.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
+from rl.printing import is_placeholder, is_secret_name, scrub, scrubbed, secrets
 
 KEY = "sk-Live/9aZ+qT_7~x"
 HARD_KEYS = [

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.policy import PolicySetup
-from rl.files.adapter_base import Base, is_hub_id, noted
+from rl.model_files import Base, is_hub_id, noted
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 

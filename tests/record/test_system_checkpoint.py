@@ -23,7 +23,7 @@ from tiny_ranks import spawn
 
 from rl.checkpoints import checkpoint
 from rl.checkpoints.checkpoint import ResumePoint, SaveError, model_folder, problem_of
-from rl.ranks.seeding import rng_state, set_rng_state
+from rl.seeds import rng_state, set_rng_state
 
 
 def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):

@@ -18,8 +18,7 @@ from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
 from rl.api.types import Action, Completion, Region, Status
-from rl.files.atomic import json_line, read_rows, write_atomically
-from rl.files.held import GoneError
+from rl.files import GoneError, json_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord, provenance

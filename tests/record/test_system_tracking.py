@@ -14,12 +14,10 @@ import wandb
 from PIL import Image
 from tiny_run import episode, run_config
 
+from rl import trackers
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
-from rl.trackers import tracker_page, wandb_page
-from rl.trackers.tracker_page import BeforeAfter
-from rl.trackers.tracking import Tracker
-from rl.trackers.wandb_page import allowed_by_env, page_id
+from rl.trackers import BeforeAfter, Tracker, allowed_by_env, page_id
 
 TABLES = "wandb/offline-run-*/files/media/table"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -78,14 +76,14 @@ def test_an_offline_page_has_scalars_table_and_config_but_no_key(tmp_path, monke
 @pytest.mark.slow
 def test_a_resumed_page_shows_the_new_config(tmp_path, monkeypatch):
     """Here the page's earlier config has another seed, as wandb's server gives it on a resume."""
-    init, runs = wandb_page._init, []
+    init, runs = trackers._init, []
 
     def resumed(*args: Any) -> Any:
         runs.append(init(*args))
         runs[0].config.update({"seed": 1})
         return runs[0]
 
-    monkeypatch.setattr(wandb_page, "_init", resumed)
+    monkeypatch.setattr(trackers, "_init", resumed)
     use(tracker(tmp_path, "offline", seed=3))
     assert runs[0].config["seed"] == 3 and runs[0].config["run_name"] == "tiny"
 
@@ -177,7 +175,7 @@ def test_a_hanging_upload_does_not_delay_the_end(tmp_path, monkeypatch, capfd):
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
     monkeypatch.setattr(run, "finish", hangs.finish)
-    monkeypatch.setattr(tracker_page, "FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(trackers, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rl.console.console import Console, PhaseTimer, warn
-from rl.files.private import private
-from rl.text import terminal
+from rl import printing
+from rl.console import Console, PhaseTimer, warn
+from rl.files import private
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
@@ -41,9 +41,9 @@ def log(text: str) -> None:
 def test_everything_that_python_prints_is_guarded(capsys, monkeypatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # restored after the test
-    terminal.guard()
-    terminal.guard()
-    assert not sys.stdout.isatty() and terminal.wrapped(sys.stdout) is not sys.stdout
+    printing.guard()
+    printing.guard()
+    assert not sys.stdout.isatty() and printing.wrapped(sys.stdout) is not sys.stdout
     for say in (print, warn, log, sys.stderr.write, Console(enabled=True).say):
         say(EVIL)
         output = "".join(capsys.readouterr())
@@ -64,7 +64,7 @@ def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     monkeypatch.setenv("TERM", "xterm")
-    terminal.guard()
+    printing.guard()
     guarded = sys.stdout, sys.stderr
     timer = PhaseTimer(Console(enabled=True))
     with timer.phase("judge") as phase:
@@ -106,7 +106,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run() -> None:
     script = """
 import sys
 from rl.text import terminal
-from rl.console.console import Console, warn
+from rl.console import Console, warn
 terminal.guard(keeps_going=True)
 Console(True).say("a line")
 print("another", flush=True)

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_run import episode, run_config
 
 from rl.api.types import Episode, Status
-from rl.files.images import open_picture
+from rl.files import open_picture
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.thumbnails import LEVELS, interest

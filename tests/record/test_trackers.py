@@ -16,12 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_messages import holds
 from tiny_run import episode, run_config
 
+from rl import trackers
 from rl.config.schema import TrackingConfig
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
-from rl.trackers import trackio_page
-from rl.trackers.tracker_page import BeforeAfter
-from rl.trackers.tracking import Tracker, not_installed
+from rl.trackers import BeforeAfter, Tracker, not_installed
 
 
 def tracker(folder: Path, dist: Dist | None = None, **tracking: Any) -> Tracker:
@@ -181,13 +180,13 @@ def test_trackio_stays_on_this_machine_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in trackio_page.REDIRECTS:
+    for name in trackers.REDIRECTS:
         monkeypatch.setenv(name, "http://somewhere.invalid")
     page = tracker(tmp_path, trackio=True)
     [arguments] = fake.inits
     assert (arguments["space_id"], arguments["resume"]) == (None, "allow")
     assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
-    assert not set(trackio_page.REDIRECTS) & set(os.environ)
+    assert not set(trackers.REDIRECTS) & set(os.environ)
     assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
     assert capfd.readouterr().err.count("is ignored") == 4
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])

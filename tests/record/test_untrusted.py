@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.text.untrusted import excerpt, without_lone_surrogates
+from rl.printing import excerpt, without_lone_surrogates
 
 
 @pytest.mark.parametrize(

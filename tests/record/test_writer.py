@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from rl.checkpoints import full_disk
-from rl.files.atomic import append_line, write_atomically
+from rl.files import append_line, write_atomically
 from rl.ranks import heartbeat
 from rl.record.writer import BackgroundWriter
 

@@ -23,7 +23,7 @@ from tiny_run import run_config
 
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob
-from rl.files.model_files import model_problems
+from rl.model_files import model_problems
 from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers import none

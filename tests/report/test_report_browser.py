@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_report import EVIL, write_lines, write_run
 
 from rl.commands import report
-from rl.files.images import open_picture
+from rl.files import open_picture
 
 CHROMIUM = shutil.which("chromium")
 api = pytest.importorskip("playwright.sync_api", reason="scripts/test.sh installs playwright")

@@ -15,7 +15,7 @@ from tiny_messages import holds, refusal
 from tiny_report import held_out, write_held_out, write_lines, write_run
 
 from rl.commands import report
-from rl.files.atomic import read_rows
+from rl.files import read_rows
 from rl.report.all_runs import differing, sparkline
 from rl.report.compare import by_chance, compare, lines
 

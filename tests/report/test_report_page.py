@@ -21,7 +21,7 @@ from tiny_messages import holds
 from tiny_report import EVIL, write_evaluation, write_lines, write_run
 
 from rl.commands import report
-from rl.files.atomic import json_line
+from rl.files import json_line
 from rl.report import folder, single_file
 from rl.report.curves import CURVES, MAX_POINTS, curve_data
 from rl.report.page import times, write_page
@@ -30,7 +30,7 @@ from rl.report.reading import Evaluation
 from rl.report.single_file import write_single_file
 from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
-from rl.trackers.tracker_page import MAIN_METRICS
+from rl.trackers import MAIN_METRICS
 
 
 @pytest.fixture

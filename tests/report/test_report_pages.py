@@ -13,7 +13,7 @@ import pytest
 import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
-from rl.files.atomic import json_line
+from rl.files import json_line
 from rl.report import episode_rows, pages
 from rl.report.pages import MAX_PAGE_BYTES, literal, refresh, value_of
 from rl.report.reading import picture, picture_of

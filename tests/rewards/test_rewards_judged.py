@@ -19,7 +19,7 @@ from tiny_messages import holds
 from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grade, make
 
 from rl.api.types import Region, RewardInput, Sample
-from rl.config.messages import validate
+from rl.config.loading import validate
 from rl.judge.client import JudgeRefused
 from rl.judge.reply import UnreadableReplyError
 from rl.rewards import (

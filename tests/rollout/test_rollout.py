@@ -32,7 +32,7 @@ from rl.api.types import (
     Status,
 )
 from rl.config.schema import RunConfig
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks import error_messages, signals

@@ -29,7 +29,7 @@ from rl.api.types import (
     Row,
     Sample,
 )
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeRefused
 from rl.ranks.dist import Dist

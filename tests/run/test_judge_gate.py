@@ -14,7 +14,7 @@ from rl import build
 from rl.audit import judge_audit
 from rl.check import check_report
 from rl.config.schema import load_config
-from rl.console.console import Console
+from rl.console import Console
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
 from rl.publish.model_card import model_card

@@ -17,7 +17,7 @@ from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.api.plugin import Resources
 from rl.config.schema import load_config
-from rl.console.console import Console, PhaseTimer
+from rl.console import Console, PhaseTimer
 from rl.pool import pooled_renderer
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord

@@ -19,7 +19,7 @@ from tiny_run import episode, run_config
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.judge.addresses import JudgeStats
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter

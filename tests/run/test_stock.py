@@ -25,17 +25,17 @@ from tiny_run import Writes, episode, run_config
 
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
-from rl.console.console import PhaseTimer
+from rl.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.policies.emu3.emu3 import Emu3
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import derive_seed
 from rl.record.writer import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
 from rl.run.paired import paired
 from rl.run.stock import Stock
+from rl.seeds import derive_seed
 
 pytestmark = pytest.mark.slow
 

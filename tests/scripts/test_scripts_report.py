@@ -9,7 +9,7 @@ from tiny_messages import holds
 from tiny_report import held_out, write_held_out
 
 from rl.commands import report
-from rl.files.atomic import read_rows
+from rl.files import read_rows
 from rl.report.reading import read_named
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}

@@ -24,9 +24,9 @@ from rl.commands import export, report
 from rl.commands.runs import main
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
-from rl.ranks.seeding import rng_state
 from rl.record.run_record import RunRecord
 from rl.record.run_summary import LOCKS, summarise
+from rl.seeds import rng_state
 
 ROOT = Path(__file__).resolve().parents[2]
 

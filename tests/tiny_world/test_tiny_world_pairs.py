@@ -8,7 +8,7 @@ import random
 import pytest
 from PIL import Image
 
-from rl.files.images import png_bytes
+from rl.files import png_bytes
 from tiny_world.judge_server import JudgeServer
 from tiny_world.pixel_judge import grade_semantics
 from tiny_world.scenes import (

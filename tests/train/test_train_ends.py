@@ -28,7 +28,7 @@ ENDS = [
     ("rl.run.run:sync", "4", "RuntimeError", 2),
     ("rl.run.evaluation:_measure", "3", "ZeroDivisionError", 2),
     ("rl.run.run:Run.log", "4", "UnicodeEncodeError", 3),
-    ("rl.console.console:Console.iteration", "3", "SystemExit", 2),
+    ("rl.console:Console.iteration", "3", "SystemExit", 2),
 ]
 """(function that raises, at which call, error, number of iterations finished by then)."""
 IN_CI = (5, 7, 11)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_loop
 
-from rl.ranks import endings
+from rl.ranks import supervision
 
 SLOW, CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 
@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_save(
     )
     assert ended.has_error(message + ".*at 90 s the run ends")
     assert ended.has_error("rank 1 hung for too long")
-    assert ended.code == endings.HUNG_CODE
+    assert ended.code == supervision.HUNG_CODE
     assert ended.saved == ["step_000001"]
     # A stopped process must continue to write its stacks, and may have left `trigger` by then.
     assert trouble == "frozen" or "in trigger" in ended.stacks(1)

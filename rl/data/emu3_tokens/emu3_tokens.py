@@ -14,11 +14,11 @@ from pathlib import Path
 from rl.api.data import DataSource, Findings, RowRules
 from rl.api.plugin import FileConfig
 from rl.api.types import Sample, UnusableSampleError
-from rl.config.paths import not_a_file
-from rl.console.progress import counted
+from rl.config.loading import not_a_file
 from rl.data.emu3_tokens import token_files
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
+from rl.progress import counted
 
 NUM_CHECKED = 64
 """A config check verifies that the files of this many first entries exist."""

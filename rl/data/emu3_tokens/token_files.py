@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.config.paths import not_a_file
-from rl.text.untrusted import without_lone_surrogates
+from rl.config.loading import not_a_file
+from rl.printing import without_lone_surrogates
 
 SUFFIX = ".safetensors"
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl.config.paths import not_a_file
+from rl.config.loading import not_a_file
 from rl.data.shared.sample_pictures import UnusableError
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
 
 
 class Lines(Sequence[Mapping[str, Any]]):

@@ -10,10 +10,10 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from rl.config.paths import not_a_file
-from rl.console.console import warn
-from rl.files.images import downscale, open_picture, over_white
-from rl.text.untrusted import excerpt
+from rl.config.loading import not_a_file
+from rl.console import warn
+from rl.files import downscale, open_picture, over_white
+from rl.printing import excerpt
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200

@@ -19,9 +19,9 @@ from rl.api.data import DataSource, Findings, RowRules
 from rl.api.plugin import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
-from rl.console.progress import counted
 from rl.data.shared.sample_pictures import UnusableError, check_header, decode, locate
-from rl.text.untrusted import excerpt
+from rl.printing import excerpt
+from rl.progress import counted
 
 if TYPE_CHECKING:
     from PIL import Image

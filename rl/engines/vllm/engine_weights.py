@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from rl.files.weights import bit_sums
+from rl.model_files import bit_sums
 
 if TYPE_CHECKING:
     import torch

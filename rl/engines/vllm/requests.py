@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 
 from rl.algorithm.image_grammar import forced_tokens
 from rl.api.types import Completion, ImageVocabulary, Prompt
-from rl.files.images import digest
+from rl.files import digest
 
 
 def engine_input(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl.ranks.seeding import rng_state, set_rng_state
+from rl.seeds import rng_state, set_rng_state
 
 GRID = "image_grid"
 """Key of the image grid (h, w) in `SamplingParams.extra_args`; without it any token may follow."""

@@ -21,7 +21,7 @@ from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
 from rl.engines.vllm import engine_weights, start
-from rl.files.weights import fingerprint
+from rl.model_files import fingerprint
 
 if TYPE_CHECKING:
     import torch

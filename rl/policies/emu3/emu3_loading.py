@@ -12,9 +12,9 @@ from pydantic import Field
 
 from rl.api.policy import LoraSection
 from rl.config.schema import MAX_TOKENS
-from rl.console.progress import weights_counted
 from rl.policies.shared import model_loading
 from rl.policies.shared.policy_base import TrainedPolicyConfig
+from rl.progress import weights_counted
 
 TEXT_SPECIALS = (
     "<|endoftext|>",

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rl.config.schema import MAX_COUNT
-from rl.console.progress import weights_counted
 from rl.policies.shared.model_loading import load_tokenizer
 from rl.policies.shared.policy_base import TrainedPolicyConfig
+from rl.progress import weights_counted
 
 __all__ = ["FILES", "Config", "load_image_processor", "load_model", "load_tokenizer"]
 FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))

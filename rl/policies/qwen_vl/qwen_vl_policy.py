@@ -26,7 +26,7 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.files.adapter_base import Base
+from rl.model_files import Base
 from rl.policies.qwen_vl import qwen_vl_loading
 from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config
 from rl.policies.qwen_vl.qwen_vl_pictures import Tower

@@ -167,7 +167,7 @@ class QwenPrompts:
         resize differently, do not resize it."""
         from PIL import Image as PILImage
 
-        from rl.files.images import over_white
+        from rl.files import over_white
 
         size = self._final_size(*image.size)
         # Treat every form of transparency as in the picture that the VAE gets.
@@ -219,7 +219,7 @@ class QwenPrompts:
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
         """A content hash of each picture of `prompt`: two data sets may use the same id for
         different pictures, and one picture may come with several instructions."""
-        from rl.files.images import digest
+        from rl.files import digest
 
         if prompt not in self._picture_keys:
             self._picture_keys[prompt] = tuple(map(digest, prompt.images))

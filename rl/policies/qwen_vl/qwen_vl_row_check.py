@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.files.atomic import read_object
+from rl.files import read_object
 from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts, after_rounding, no_picture
 from rl.policies.qwen_vl.qwen_vl_thought import Thinking

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
-from rl.console.console import warn
-from rl.files.adapter_base import ADAPTER_CONFIG, read_config
-from rl.files.model_files import cached
-from rl.text.untrusted import excerpt
+from rl.console import warn
+from rl.model_files import ADAPTER_CONFIG, cached, read_config
+from rl.printing import excerpt
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Patterns of all files in a model's repository except weights and code."""

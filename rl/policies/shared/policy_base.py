@@ -16,17 +16,23 @@ from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
 from rl.api.policy import Decoder, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
 from rl.checkpoints.checkpoint import MODEL_FOLDER
-from rl.config.paths import not_a_file
+from rl.config.loading import not_a_file
 from rl.config.schema import RunConfig
-from rl.files.adapter_base import ADAPTER_CONFIG, Base, noted, read_config
-from rl.files.model_files import model_problems
-from rl.files.weights import align_weights, fingerprint
-from rl.meter.flops import MATRICES, prefix_tree_pairs
+from rl.meter import MATRICES, prefix_tree_pairs
+from rl.model_files import (
+    ADAPTER_CONFIG,
+    Base,
+    align_weights,
+    fingerprint,
+    model_problems,
+    noted,
+    read_config,
+)
 from rl.policies.shared.model_loading import adapt, local_folder
 from rl.policies.shared.packing import pack, positions
 from rl.policies.shared.start_from import differences, start_of
+from rl.printing import excerpt
 from rl.ranks.dist import is_sharded
-from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from rl.checkpoints.checkpoint import MODEL_FOLDER, held_out_rewards, model_folder, read_state
-from rl.files.adapter_base import ADAPTER_CONFIG
-from rl.text.untrusted import excerpt
+from rl.model_files import ADAPTER_CONFIG
+from rl.printing import excerpt
 
 BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
 """Keys of a policy's section that name its base model."""

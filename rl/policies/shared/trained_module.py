@@ -14,7 +14,7 @@ from torch import nn
 
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
-from rl.meter.flops import LanguageModel
+from rl.meter import LanguageModel
 from rl.policies.shared.logprobs import sliced_logprobs, token_logprobs
 from rl.policies.shared.packed_attention import Packing
 from rl.policies.shared.packing import completion_tokens

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl.files.images import over_white
-from rl.files.weights import align_weights
+from rl.files import over_white
+from rl.model_files import align_weights
 from rl.renderers.emu3_vq.vq_checkpoint import (
     INDEX,
     ORIGINAL,

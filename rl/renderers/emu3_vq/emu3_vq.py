@@ -15,7 +15,7 @@ from rl.api.plugin import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import MAX_COUNT
-from rl.ranks.placement import resolve_device
+from rl.ranks.dist import resolve_device
 from rl.renderers.emu3_vq.vq_checkpoint import (
     ORIGINAL,
     STANDALONE,

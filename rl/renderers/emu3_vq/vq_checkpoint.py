@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.files.weights import num_parameters
+from rl.model_files import num_parameters
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

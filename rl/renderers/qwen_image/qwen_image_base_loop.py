@@ -12,7 +12,7 @@ from cachetools import LRUCache
 from PIL.Image import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
-from rl.files.images import digest
+from rl.files import digest
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, DenoisingConfig, Size
 from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.shared.diffusion_loop import DiffusionLoop

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl.files.weights import align_weights
+from rl.model_files import align_weights
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import move_without_modulation

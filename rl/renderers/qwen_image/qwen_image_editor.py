@@ -10,8 +10,8 @@ from typing_extensions import TypeVar
 
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
-from rl.files.weights import num_parameters
-from rl.meter.flops import denoising_flops
+from rl.meter import denoising_flops
+from rl.model_files import num_parameters
 from rl.renderers.qwen_image.denoising_config import (
     MODULATIONS,
     PATCH_PX,

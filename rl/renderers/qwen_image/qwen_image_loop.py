@@ -9,7 +9,7 @@ import torch
 from PIL.Image import Image
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
-from rl.files.images import over_white
+from rl.files import over_white
 from rl.renderers.qwen_image.denoising_config import (
     PATCH_PX,
     DenoisingConfig,

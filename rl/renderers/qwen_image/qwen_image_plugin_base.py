@@ -9,9 +9,9 @@ from typing import ClassVar
 from typing_extensions import TypeVar
 
 from rl.api.plugin import ModelFiles, Saving, unread
-from rl.config.paths import is_folder, not_a_file
+from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import RunConfig
-from rl.files.model_files import missing_model
+from rl.model_files import missing_model
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer, transformer_value
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from rl.api.metric import Metric
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
-from rl.meter.flops import denoising_flops
+from rl.meter import denoising_flops
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image.qwen_image_plugin_base import (
     TEXT_TOKENS,

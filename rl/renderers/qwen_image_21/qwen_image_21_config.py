@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rl.files.atomic import row_of
+from rl.files import row_of
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig, Size, fit_area, output_size
 
 TOKENS_PER_SLOT = 4

@@ -10,8 +10,8 @@ from PIL.Image import Image
 
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import HiddenStates, RenderJob
-from rl.config.paths import is_folder
-from rl.files.images import digest
+from rl.config.loading import is_folder
+from rl.files import digest
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, Size
 from rl.renderers.qwen_image.qwen_image_base_loop import QwenImageBaseLoop
 from rl.renderers.qwen_image.qwen_image_components import EditorParts, load_modules, origin_of

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.config.paths import not_a_file
+from rl.config.loading import located, not_a_file
 from rl.config.schema import RunConfig
-from rl.config.shipped import located
-from rl.files.atomic import row_of
+from rl.files import row_of
 from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
 from rl.api.types import RenderJob
-from rl.meter.flops import denoising_flops
+from rl.meter import denoising_flops
 from rl.renderers.sd3.sd3_config import PATCH_PX, Config
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer, shape_of
 

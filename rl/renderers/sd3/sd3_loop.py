@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rl.api.types import RenderJob
-from rl.console.progress import weights_counted
-from rl.files.weights import align_weights
+from rl.model_files import align_weights
+from rl.progress import weights_counted
 from rl.renderers.sd3.sd3_config import Config
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
 from rl.renderers.shared.decoding import in_slices, seeded_noise

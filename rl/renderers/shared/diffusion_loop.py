@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from rl.api.plugin import FrozenModelConfig
 from rl.api.types import RenderFailure, RenderJob
-from rl.files.images import over_white
+from rl.files import over_white
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 from rl.renderers.shared.decoding import to_pictures
 

@@ -13,9 +13,9 @@ from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, 
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig
-from rl.files.atomic import row_of
-from rl.files.weights import num_parameters
-from rl.ranks.placement import resolve_device
+from rl.files import row_of
+from rl.model_files import num_parameters
+from rl.ranks.dist import resolve_device
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome

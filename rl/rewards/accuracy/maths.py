@@ -84,7 +84,7 @@ class MathsProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    from rl.text.scrub import environment_without  # imported here: the worker may not find `rl`
+    from rl.printing import environment_without  # imported here: the worker may not find `rl`
 
     return subprocess.Popen(
         [sys.executable, "-P", __file__],  # -P: import nothing from this folder

@@ -17,8 +17,8 @@ from rl.api.plugin import SAFETENSORS, Dtype, FrozenModelConfig, ModelFiles, Res
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import MAX_COUNT
-from rl.files.weights import num_parameters
-from rl.ranks.placement import resolve_device
+from rl.model_files import num_parameters
+from rl.ranks.dist import resolve_device
 
 NUM_PARAMETERS = {
     "openai/clip-vit-base-patch32": 151.28e6,

@@ -12,9 +12,9 @@ from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
 from rl.api.plugin import FrozenModelConfig
-from rl.console.progress import weights_counted
-from rl.files.images import over_white
-from rl.files.weights import align_weights
+from rl.files import over_white
+from rl.model_files import align_weights
+from rl.progress import weights_counted
 
 REMEMBERED_PROMPTS = 4096
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from rl.console.console import Console, duration
-from rl.ranks import heartbeat, loading_progress
-from rl.text.terminal import wrapped
+from rl.console import Console, duration
+from rl.printing import wrapped
+from rl.ranks import heartbeat
 
 SILENT_S = 3.0
 """Work that takes no longer is not reported."""
@@ -72,8 +72,8 @@ class Progress:
         now_s = time.monotonic()
         self._look_s = now_s + LIVE_EVERY_S
         text = f"{self._phase}: {self}" if self._phase else str(self)
-        if loading_progress.is_printing():
-            loading_progress.note(text)
+        if heartbeat.is_loading():
+            heartbeat.note_loading(text)
         elif self._console.live(text):
             self._is_live = True
         elif now_s - self._began_s >= self._line_s:
@@ -85,7 +85,7 @@ class Progress:
     def end(self) -> None:
         """Clears the live line. Outside of phases, also logs a last line if a line was logged
         before."""
-        loading_progress.note("")
+        heartbeat.note_loading("")
         if self._is_live:
             self._console.live(self._live_before)
         if self._has_line:

@@ -1,0 +1,547 @@
+"""Loads a config: paths, messages about mistakes, Jsonnet, shipped configs, format numbers."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import json
+import multiprocessing
+import os
+import re
+import stat
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, TypeVar
+
+import _jsonnet
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+# ---- paths ---------------------------------------------------------------------------------------
+# Reads regular files only, and of limited size: a pipe could block, a device may never end.
+
+GONE = "does not exist"
+FOLDER = "is a folder, not a file"
+NO_FILE = "is a device or a pipe, not a file"
+MAX_BYTES = 64 * 10**6
+"""Of one JSON object; a run's own have a few kB."""
+
+
+def not_a_file(path: str | Path) -> str:
+    """Why `path` is not a regular file, worded to follow its name in a message; '' if it is."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return GONE
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    except ValueError:  # a NUL or a lone surrogate
+        return "is not a name that a file can have"
+    if stat.S_ISDIR(mode):
+        return FOLDER
+    return "" if stat.S_ISREG(mode) else NO_FILE
+
+
+def is_folder(path: str | Path) -> bool:
+    """`Path.is_dir`, without its OSError for a name that is too long."""
+    return not_a_file(path) == FOLDER
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes of a regular file. Raises an OSError, which names the file, for anything else and
+    for more than `max_bytes`."""
+    # O_NONBLOCK: opening a pipe waits for a writer otherwise; for a file it has no effect.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"{NO_FILE}; remove it", str(path))
+        if status.st_size > max_bytes:
+            raise OSError(errno.EINVAL, f"is longer than {max_bytes} bytes", str(path))
+        return file.read(max_bytes)
+
+
+def read_text(path: str | Path, max_bytes: int) -> str:
+    """The text of a UTF-8 file.
+
+    Raises ValueError if it is not a regular file, cannot be read, is longer than `max_bytes` or is
+    not UTF-8; the message is worded to follow the file's name.
+    """
+    if why := not_a_file(path):
+        raise ValueError(why)
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+# ---- messages ------------------------------------------------------------------------------------
+# Reads plain values into a config section, or reports every mistake in it by its key.
+
+M = TypeVar("M", bound=BaseModel)
+MAX_PROBLEMS = 100
+"""Limit of problems per section: finding the nearest known key takes milliseconds each."""
+MAX_SHOWN = 60
+MAX_KNOWN = 16
+_ALTERNATIVE = re.compile(r"\[key\]|str|bool|constrained-\w+|(list|tuple|literal)\[.+\]")
+"""What pydantic adds to the `loc` of an error inside a union."""
+
+
+def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M | None, list[str]]:
+    """`values` as a `model`, or None and every problem.
+
+    Strict: a string is never taken for a number nor a number for a flag. `at`: the key of the
+    section, for the messages ('' for the whole config).
+    """
+    try:
+        # Through JSON, because strict mode would refuse a Python list for a tuple.
+        return model.model_validate_json(json.dumps(values), strict=True), []
+    except RecursionError:
+        return None, [f"{at or 'the config'}: lists or sections are nested too deeply; flatten it"]
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=True)
+        # Each alternative of a union has its own error.
+        of_key: dict[tuple[str, ...], dict[str, Any]] = {}
+        for each in errors[:MAX_PROBLEMS]:
+            loc = tuple(part for part in map(str, each["loc"]) if not _ALTERNATIVE.fullmatch(part))
+            first = of_key.setdefault(loc, {**each, "loc": loc})
+            if first["msg"] != each["msg"]:
+                first["msg"] += f" or {each['msg'].removeprefix('Input should be ')}"
+        return None, [_sentence(model, problem, at, values) for problem in of_key.values()]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`did you mean 'x'?`, or the known names (the nearest, of many) if none is similar."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    # 'rank' for 'r', 'lr' for 'lr_decay': one is the beginning of the other.
+    close = close or [n for n in known if name and (n.startswith(name) or name.startswith(n))][:1]
+    if close:
+        return f"did you mean {close[0]!r}?"
+    shown = sorted(difflib.get_close_matches(name, known, n=MAX_KNOWN, cutoff=0.0))
+    more = f" and {len(known) - len(shown)} more" * (len(shown) < len(known))
+    return f"known: {', '.join(shown)}{more}" if known else "nothing is known here"
+
+
+def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """(dotted key, section) of `model` and of every section inside it."""
+    yield at, model
+    for name, field in model.model_fields.items():
+        section = _section_of(field)
+        if section:
+            yield from sections(section, f"{at}.{name}" if at else name)
+
+
+def _sentence(
+    model: type[BaseModel], problem: Mapping[str, Any], at: str, values: Mapping[str, Any]
+) -> str:
+    loc = problem["loc"]
+    key = ".".join(part[:MAX_SHOWN] for part in (at, *loc) if part) or "the config"
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key; {_nearest_key(model, loc, at, values)}"
+    if kind == "value_error":  # the section's own message
+        return f"{key}: {problem['ctx']['error']}"
+    if kind == "json_invalid" or not loc:
+        return f"{key}: {problem['msg']}"
+    field = _field_at(model, loc)
+    description = f" ({' '.join(field.description.split())})" if field and field.description else ""
+    if kind == "missing":
+        return f"{key}: missing{description}"
+    value = json.dumps(problem["input"])
+    value = value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 3]}..."
+    allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should ")
+    must = "must" if kind.startswith("string_pattern") else "must be"
+    literals = re.findall("'(.+?)'", allowed) if kind == "literal_error" else []
+    close = difflib.get_close_matches(str(problem["input"]), literals, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    if kind.startswith("string_type") and isinstance(problem["input"], int | float):
+        hint = f"; write it in quotes (on the command line: \"{key}='{value}'\")"
+    elif isinstance(problem["input"], str) and not (kind.startswith("string") or literals):
+        with suppress(ValueError):
+            json.loads(problem["input"])
+            hint = (
+                "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
+            )
+    return f"{key}: {value} given, {must} {allowed}{hint}{description}"
+
+
+def _nearest_key(
+    model: type[BaseModel], loc: Sequence[str], at: str, values: Mapping[str, Any]
+) -> str:
+    """Suggests the nearest key of the same section, else another section that has this key."""
+    name = loc[-1][:MAX_SHOWN]
+    section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
+    known = list(section.model_fields) if section else []
+    is_top = not (at or loc[1:])
+    if is_top or not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        keys = [key for key, other in sections(model, at) if name in other.model_fields]
+        if is_top:  # `model` does not know the keys of plugins, but the file may state this one
+            keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
+        if keys:
+            return (
+                f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
+            )
+    return nearest(name, known)
+
+
+def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
+    """The section class that a field holds (`Section | None` too), or None."""
+    kinds = (field.annotation, *typing.get_args(field.annotation)) if field else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:
+    """The innermost declared field on the way to `loc` (it ends at a list index or dict key)."""
+    field = model.model_fields.get(loc[0]) if loc else None
+    is_dict = field is not None and typing.get_origin(field.annotation) is dict
+    inside = loc[2 if is_dict else 1 :]  # behind the dict's own key
+    section = _section_of(field) if inside else None
+    return _field_at(section, inside) if section else field
+
+
+# ---- printing ------------------------------------------------------------------------------------
+# Escapes text from outside the process, so that it is safe to print on a terminal.
+
+
+def escaped(text: str, max_chars: int) -> str:
+    """`text` as one printable line of at most about `max_chars` characters.
+
+    Line ends become spaces. Whatever a terminal interprets (control characters, ANSI sequences,
+    changes of direction, invisible characters) is replaced by a backslash escape.
+    """
+    line = " ".join(text[: 4 * max_chars].split())
+    line = printable(line[: max_chars + 1])
+    is_whole = len(text) <= 4 * max_chars and len(line) <= max_chars
+    return line if is_whole else f"{line[:max_chars]}..."
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with all that a terminal interprets escaped, except the characters in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
+
+
+# ---- shipped -------------------------------------------------------------------------------------
+# Finds the shipped configs, in a clone or a wheel, and resolves `pkg://` paths.
+
+SCHEME = "pkg://"
+_PACKAGE = Path(__file__).parents[1]
+
+
+def configs_folder() -> Path:
+    """`configs/` of a clone; a wheel carries it inside the package."""
+    inside = _PACKAGE / "configs"
+    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+
+
+def shipped_configs() -> list[str]:
+    """Names of the shipped configs, `configs/quickstart.jsonnet` ..., valid in any folder."""
+    return [f"configs/{file.name}" for file in sorted(configs_folder().glob("*.jsonnet"))]
+
+
+def find_config(path: str | Path) -> Path | None:
+    """The file at `path`; if there is none, the shipped `configs/...` of that name; else None."""
+    path = Path(path)
+    if not not_a_file(path):
+        return path
+    shipped = configs_folder().joinpath(*path.parts[1:])
+    names_shipped = path.parts[:1] == ("configs",) and ".." not in path.parts
+    return shipped if names_shipped and not not_a_file(shipped) else None
+
+
+def located(text: str) -> str:
+    """`pkg://package/path/inside` as the path where that package is installed; else `text`.
+
+    Raises ValueError if there is no such package.
+    """
+    if not text.startswith(SCHEME):
+        return text
+    package, _, inside = text.removeprefix(SCHEME).partition("/")
+    spec = find_spec(package) if package.isidentifier() else None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if not folders:
+        raise ValueError(
+            f"{text!r} given, but no package {package!r} is installed here; write "
+            f"{SCHEME}<package>/<path inside it>, or a path"
+        )
+    paths = [folder / inside for folder in folders]
+    return str(next((path for path in paths if not_a_file(path) != GONE), paths[0]))
+
+
+# ---- jsonnet -------------------------------------------------------------------------------------
+# Evaluates a Jsonnet file with the command line's overrides; each error names file and line.
+
+MAX_S = 10.0
+"""Time limit for a config; usually it takes a fifth of a second."""
+MAX_PARTS = 20
+"""Limit of an override's key; Jsonnet takes ever longer for each part."""
+MAX_MISSING = 20
+"""Limit of missing variables to report: a file could name endlessly many."""
+
+_SET = """
+local set(x, path, value, key) =
+  if path == [] then value
+  else if std.isObject(x) then
+    x { [path[0]]: set(if path[0] in super then super[path[0]] else {}, path[1:], value, key) }
+  else if std.isArray(x) then
+    assert std.member([std.toString(i) for i in std.range(0, std.length(x) - 1)], path[0])
+           : "override %s: no entry %s; the list's %d entries are counted from 0"
+             % [key, path[0], std.length(x)];
+    std.mapWithIndex(
+      function(i, item)
+        if path[0] == std.toString(i) then set(item, path[1:], value, key) else item,
+      x
+    )
+  else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
+"""
+"""Jsonnet that applies an override through `super`: the file's own `self` references see it."""
+_MARKED = """
+local marked(x) =
+  if std.isObject(x) then
+    x { '+':: true } { [k]: marked(super[k]) for k in std.objectFields(x) }
+  else x;
+local base = import %s;
+if std.isObject(base) then marked(base) { '+base':: { name: %s, base: base } } else base
+"""
+"""Jsonnet that imports a file, with a hidden key in each of its sections: a config that changes
+such a section with `+` has the key, too."""
+_OWN_AND_BASE = """
+local shown(x) =
+  if std.isObject(x) then
+    { [k]: shown(x[k]) for k in std.objectFields(x) + ['+'] if std.objectHasAll(x, k) }
+  else x;
+local from =
+  if std.objectHasAll(config, '+base') then config['+base']
+  else { name: 'base.libsonnet', base: import %s };
+local names = { [k]: config[k] for k in ['run_name', 'base_exp_dir'] if std.objectHas(config, k) };
+from { own: shown(config), base+: names }
+"""
+"""Jsonnet for what `own_and_base` returns."""
+_PLAIN = re.compile(r"-?(0|[1-9]\d{0,99})(\.\d{1,99})?|true|false|null", re.ASCII)
+"""Numbers that do not overflow and constants, which JSON and Jsonnet write alike."""
+_WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
+"""Names and paths, which Jsonnet refuses (`cuda`, `runs/mine`), and dates, which it subtracts."""
+_OF_TEXT = re.compile(
+    r"^(binary operator . requires matching types|condition must be bool).*string"
+)
+
+
+def evaluate(
+    path: Path,
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    stored: Mapping[str, Any] | None = None,
+    result: str = "config",
+    **how: Any,
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """(the file's values with the overrides, None if it cannot be evaluated; all problems).
+
+    `stored`: the values to change; None: those of the file. `result`: what to return, in Jsonnet.
+    `how`: arguments of `_jsonnet`.
+    A missing environment variable is a problem; its name replaces its value, so that the rest of
+    the file is still checked. Imports that are not found beside the importing file come from the
+    shipped configs (`base.libsonnet`).
+    """
+    try:  # in a thread, because no signal interrupts Jsonnet, which is C++
+        with ThreadPool(1) as pool:
+            job = pool.apply_async(_evaluate, (path, overrides, env, stored, result, how))
+            text, problems = job.get(MAX_S)
+        values = None if text is None else json.loads(text)
+    except multiprocessing.TimeoutError:
+        reason = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
+        return None, [f"{path} with its overrides: {reason}"]
+    except RecursionError:
+        return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
+    if values is None or isinstance(values, dict):
+        return values, problems
+    return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
+
+
+def own_and_base(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """`own`, the values of the file at `path`, and `base` and its `name`, those of the file upon
+    which its object is built, `(import 'base.libsonnet') + { ... }`; without one, the defaults. A
+    section of `own` that has a key '+' is a changed one of `base`. {} if `base` has errors."""
+    path = path.resolve()
+    own = f"{path.parent}/./"  # Jsonnet names only the importing file's folder
+    first: dict[str, Path] = {}
+
+    def find(folder: str, name: str) -> tuple[str, bytes]:
+        file = next(f for f in (Path(folder, name), configs_folder() / name) if f.is_file())
+        is_jsonnet = file.suffix in (".json", ".jsonnet", ".libsonnet")  # not `importstr`
+        if folder == own and is_jsonnet and first.setdefault(own, file) == file:
+            return str(file), (_MARKED % (json.dumps(str(file)), json.dumps(file.name))).encode()
+        return (f"{own}{path.name}" if file == path else str(file)), file.read_bytes()
+
+    defaults = json.dumps(str(configs_folder() / "base.libsonnet"))
+    return (
+        evaluate(path, overrides, env, result=_OWN_AND_BASE % defaults, import_callback=find)[0]
+        or {}
+    )
+
+
+def _evaluate(
+    path: Path,
+    overrides: Sequence[str],
+    env: Mapping[str, str],
+    stored: Mapping[str, Any] | None,
+    result: str,
+    how: Mapping[str, Any],
+) -> tuple[str | None, list[str]]:
+    """(JSON or None, problems)."""
+    variables = {name: value for name, value in env.items() if name.startswith("APP__")}
+    problems = []
+
+    def run(text: str) -> str:
+        # mypy knows no types of `_jsonnet`.
+        return str(
+            _jsonnet.evaluate_snippet(
+                "overrides", text, ext_vars=variables, jpathdir=[str(configs_folder())], **how
+            )
+        )
+
+    try:
+        "".join((str(path), *overrides)).encode()
+        file = f"import {json.dumps(str(path.resolve()))}" if stored is None else json.dumps(stored)
+        text = file
+        for override in overrides:
+            key, equals, value = override.partition("=")
+            if not equals or not all(key.split(".")) or key.count(".") >= MAX_PARTS:
+                problems.append(
+                    f"override {override!r:.200}: write key.sub=value, {MAX_PARTS} keys at most"
+                )
+                continue
+            try:
+                literal = _literal(value, run)
+            except ValueError as error:
+                problems.append(f"override {key}: {error}")
+                continue
+            text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
+        text = f"local config = if std.isObject({file}) then {text} else {file}; {result}"
+        for _ in range(MAX_MISSING):  # Jsonnet reports one at a time
+            try:
+                return run(_SET + text), problems
+            except RuntimeError as error:
+                message, where = _message(str(error)), _position(str(error))
+                before, is_undefined, name = message.partition("undefined external variable: ")
+                if before or not is_undefined or name in variables:
+                    if problems:  # the stand-in values may have caused this error
+                        return None, problems
+                    is_placed = message.startswith("override ") or (where and where in message)
+                    located = f"{message} (at {where})" if where else f"{path}: {message}"
+                    return None, [message if is_placed else located]
+                variables[name] = name
+                usage = f" (used at {where})" if where else ""
+                problems.append(
+                    f"set the environment variable {name}{usage}"
+                    if name.startswith("APP__")
+                    else f"std.extVar({name!r}){usage}: only environment variables named APP__... "
+                    "can be read"
+                )
+    except UnicodeError:
+        problems.append(
+            f"{path}: its path, an override or an APP__ variable is not UTF-8, or this locale is "
+            "not (PYTHONUTF8=1)"
+        )
+    return None, problems
+
+
+def _literal(text: str, run: Callable[[str], str]) -> str:
+    """An override's right-hand side as JSON; text that is not valid Jsonnet becomes a string.
+
+    Raises ValueError for text that is clearly meant as Jsonnet but cannot be evaluated.
+    """
+    if _PLAIN.fullmatch(text):  # Jsonnet would take 0.05 s
+        return text
+    if _WORD.fullmatch(text):
+        return json.dumps(text)
+    try:
+        return run(text)
+    except RuntimeError as error:
+        message = _message(str(error))
+        is_jsonnet = text.startswith(("{", "[", "'", '"')) or re.search(
+            "external variable|couldn.t open import|std.extVar gives", message
+        )
+        if is_jsonnet:
+            raise ValueError(f"{text} cannot be evaluated: {message}") from error
+        return json.dumps(text)
+
+
+def _message(error: str) -> str:
+    """Jsonnet's message without its stack frames."""
+    error = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
+    error = re.sub("^overflow$", "a number is too large (overflow)", error)
+    if _OF_TEXT.match(error):
+        error += " std.extVar gives text: write std.parseJson(std.extVar(...))"
+    if error.endswith("character code 239"):
+        error += ": a byte order mark; save the file as UTF-8 without one"
+    return error
+
+
+def _position(error: str) -> str:
+    """file:line of the first stack frame of a Jsonnet error that is in a file."""
+    for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
+        if Path(file).is_file():
+            relative = os.path.relpath(file)
+            return f"{file if relative.startswith('..') else relative}:{line}"
+    return ""
+
+
+# ---- formats -------------------------------------------------------------------------------------
+# Format numbers of files; one rises if a name or meaning changes, not for a key with a default.
+
+CONFIG = 3
+"""The only format of configs and run folders that this version reads. A config has it as its key
+`format` (missing: the current format), a run folder in its config.json (missing: 1)."""
+CHECKPOINT = 1
+"""`format` of state.json."""
+ADAPTER = 2
+"""`auto_mapping.format` of adapter_config.json; missing: 1."""
+GONE_KEYS = {
+    "checkpoint": ("keep",),
+    "engine": ("share_base_weights",),
+    "evaluation": ("judge",),
+    "judge": ("audit_max_fallback", "audit_min_accuracy"),
+    "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
+}
+"""Section -> keys that configs of the current format may still hold, though nothing reads them;
+only for shipped plugins, whose `type` has no dot."""
+
+
+def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
+    """Why `label`, which has format `number` (None: it has none), cannot be read; '' if it can."""
+    if number is None or (type(number) is int and oldest <= number <= newest):
+        return ""
+    is_newer = type(number) is int and number > newest
+    return f"{label} has the format {number!r}, and this version reads {oldest} to {newest}: " + (
+        "a newer one wrote it; update vlm-edit-rl"
+        if is_newer
+        else "use the version of vlm-edit-rl that wrote it"
+    )
+
+
+def number_of(written: Mapping[str, Any]) -> Any:
+    """The format number of a run's file; None for other files, such as a model's config."""
+    return written.get("format", 1 if "run_name" in written else None)
+
+
+def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A run's stored config, without the keys of `GONE`; `label` is its name in messages.
+    Raises ValueError if it has another format."""
+    if problem := refusal(label, number_of(config), CONFIG, oldest=CONFIG):
+        raise ValueError(problem)
+    return {
+        name: {key: item for key, item in value.items() if key not in GONE_KEYS[name]}
+        if name in GONE_KEYS and isinstance(value, Mapping) and "." not in str(value.get("type"))
+        else value
+        for name, value in config.items()
+    }

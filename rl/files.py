@@ -1,0 +1,415 @@
+"""Files written so that neither a crash nor a second writer damages them; pictures."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
+from hashlib import blake2b
+from io import BytesIO, FileIO
+from pathlib import Path
+from threading import Condition
+from typing import IO, Any, TypeVar
+
+import PIL.Image
+from cachetools import LRUCache, cached
+from PIL.Image import Image, Resampling, alpha_composite, new
+
+from rl.config.loading import read_bytes
+
+# ---- private -------------------------------------------------------------------------------------
+# Opens a run's files for writing: never through a link, and private where needed.
+
+_REFUSED = {
+    errno.ELOOP: "it is a link, and a run does not write through links; remove it",
+    errno.ENXIO: "it is not an ordinary file; remove it",
+}
+
+
+def no_links(path: str, flags: int, mode: int = 0o666) -> int:
+    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) if the path is a link or a pipe.
+    A file with a second name (a hard link) is first replaced by a copy."""
+    # O_NONBLOCK has no effect on a regular file; without it, opening a pipe waits for a reader.
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, safe, mode)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
+    if status.st_nlink > 1:
+        os.close(descriptor)
+        unshare(Path(path))
+        descriptor = os.open(path, safe, mode)
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def unshare(path: Path) -> None:
+    """Replace a file that has a second hard link (from `cp -al`, for example) by a copy."""
+    if path.stat(follow_symlinks=False).st_nlink > 1:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            os.replace(shutil.copy2(path, folder), path)
+
+
+def private(path: str, flags: int) -> int:
+    """`open(..., opener=private)`, for completions, replies and logs: opens like `no_links`, and
+    then gives the file mode 0600, unless it belongs to another user."""
+    descriptor = no_links(path, flags, 0o600)
+    with suppress(OSError):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only this user may enter, for files that libraries write."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(OSError):
+        path.chmod(0o700)
+
+
+# ---- held ----------------------------------------------------------------------------------------
+# Follows a folder in use if it is moved, and raises GoneError if it is deleted.
+
+_held: dict[Path, int] = {}
+
+
+class GoneError(FileNotFoundError):
+    """A held folder was deleted, or moved where it must not be."""
+
+
+def hold(folder: Path) -> None:
+    """Until `release`, `current_path` follows this folder wherever it is moved."""
+    release(folder)
+    _held[folder] = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+
+
+def release(folder: Path) -> None:
+    if (descriptor := _held.pop(folder, None)) is not None:
+        os.close(descriptor)
+
+
+def current_path(path: Path) -> Path:
+    """The path to write to instead of `path`: below a held folder that was moved, the path in the
+    moved folder. Raises GoneError if that folder was deleted."""
+    for folder, descriptor in _held.items():
+        if folder not in (path, *path.parents):
+            continue
+        for current in (folder, Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(current), os.fstat(descriptor)):
+                    return current / path.relative_to(folder)
+        raise GoneError(
+            f"{folder} is gone: it was deleted, or moved to another disk, while the run was using "
+            "it. Nothing more is written, and what had not been written yet is lost. With a copy "
+            "in its place, the same command resumes from its last checkpoint; without one it "
+            "starts from the beginning"
+        )
+    return path
+
+
+def require_not_moved(folder: Path) -> None:
+    """Raise GoneError if the held `folder` was moved or deleted."""
+    current = current_path(folder)
+    if current != folder:
+        move = f"remove what is at {folder} now, move" if folder.exists() else "move"
+        raise GoneError(
+            f"{folder} is gone: it was moved to {current} while the run was using it. The finished "
+            f"iterations are saved there: {move} it back, and the same command resumes"
+        )
+
+
+# ---- atomic --------------------------------------------------------------------------------------
+# Writes files completely or not at all, even in a crash; reads JSONL without damaged lines.
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, an exhausted quota and the largest size of a file."""
+
+MAX_NESTING = 64
+"""Levels of objects and lists; a run's own files have a dozen."""
+
+MAX_ROWS_BYTES = 4 * 10**9
+"""Of a JSONL file, which is read as a whole."""
+
+_LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+"""Line ends of `str.splitlines` that JSON does not escape, and surrogates, which UTF-8 cannot
+encode."""
+
+
+def fsync(path: Path) -> None:
+    """Push a file or folder to the disk; a rename is only as durable as the folder it is in."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(
+    path: Path,
+    content: str | bytes,
+    opener: Callable[[str, int], int] = no_links,
+    *,
+    durable: bool = True,
+) -> None:
+    """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
+    in `open`. Without `durable` a power failure may lose the file. Raises GoneError (`held.py`) and
+    other OSErrors, which name the path."""
+    path = current_path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _with_path_in_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _opened_exclusively(temporary, opener) as file:
+            try:
+                append(file, content.encode() if isinstance(content, str) else content)
+                if durable:
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink()
+                raise
+        if durable:
+            fsync(path.parent)
+
+
+@contextmanager
+def _opened_exclusively(temporary: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
+    """Opens `temporary`, emptied; no other process or thread writes to it until it is renamed or
+    removed. A file that a killed process left behind is reused."""
+    while True:
+        descriptor = opener(str(temporary), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "ab", buffering=0) as file:
+            with suppress(OSError):  # some file systems have no locks: write anyway
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                is_current = os.path.samestat(os.fstat(descriptor), os.lstat(temporary))
+            except FileNotFoundError:
+                is_current = False
+            if is_current:
+                file.truncate(0)
+                yield file
+                return
+
+
+@contextmanager
+def _with_path_in_errors(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError: one from a file that is already open names no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """Strict JSON that every reader takes as one line; NaN and infinities become null."""
+    text = json.dumps(with_leaves(value, _finite), ensure_ascii=False, allow_nan=False)
+    return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line, after a line feed if the file ends in an incomplete line. A failed write does
+    not change the file. Raises the same errors as `write_atomically`."""
+    path = current_path(path)
+    with _with_path_in_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = no_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        with open(descriptor, "a+b", buffering=0) as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    line = "\n" + line
+            append(file, line.encode())
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Append all of `data` or nothing to a file that was opened without a buffer."""
+    end = file.seek(0, os.SEEK_END)
+    remaining = memoryview(data)
+    try:
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, ends included; none if there is no file. Only b'\\n' ends a line: values
+    may hold U+2028 or a lone \\r. Raises OSError as `read_bytes`."""
+    try:
+        return BytesIO(read_bytes(path, MAX_ROWS_BYTES)).readlines()
+    except FileNotFoundError:
+        return []
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, as `row_of`. Raises OSError as `read_bytes`."""
+    return row_of(read_bytes(path))
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None for anything else and for an object that is nested too deeply
+    for recursion."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    # Each level needs a bracket, so only lines with many brackets have to be walked.
+    brackets = line.count(b"[") + line.count(b"{")
+    if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(layer)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects of a JSONL file, and the numbers (from 1) of damaged lines; blank lines are
+    neither."""
+    rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    for number, line in enumerate(lines_of(path), start=1):
+        row = row_of(line)
+        if row is not None:
+            rows.append(row)
+        elif line.strip():
+            damaged.append(number)
+    return rows, damaged
+
+
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a JSON-like `value` with `change` applied to each key and to each value that is
+    neither an object nor a list."""
+    if isinstance(value, (list, tuple)):
+        return [with_leaves(item, change) for item in value]
+    if isinstance(value, (str, int, float)) or not isinstance(value, Mapping):  # the slowest last
+        return change(value)
+    return {change(key): with_leaves(item, change) for key, item in value.items()}
+
+
+def _finite(leaf: Any) -> Any:
+    return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+
+
+# ---- images --------------------------------------------------------------------------------------
+# Opens pictures, copies them for plugins, scales them and encodes them.
+
+MAX_AREA_PX = 50_000_000
+"""Limit of pixels of a picture: a file of 1 KB can decode to any number, at up to 20 bytes each."""
+
+T = TypeVar("T")
+
+
+def copied_pictures(value: T) -> T:
+    """A copy of `value`, a picture or an object that holds pictures (`Sample`, `RewardInput`, list,
+    dict), with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its
+    copy without affecting others."""
+    copied: Any = value
+    if is_dataclass(copied) and not isinstance(copied, type):
+        copies = {
+            f.name: copied_pictures(getattr(copied, f.name)) for f in fields(copied) if f.init
+        }
+        copied = replace(copied, **copies)
+    elif type(copied) in (list, tuple):
+        copied = type(copied)(map(copied_pictures, copied))
+    elif type(copied) is dict:
+        copied = {key: copied_pictures(item) for key, item in copied.items()}
+    elif isinstance(copied, Image | set) or hasattr(copied, "setflags"):  # a numpy array
+        copied = copied.copy()
+    elif hasattr(copied, "clone"):  # a tensor of torch, which is not imported here
+        copied = copied.clone()
+    return copied
+
+
+def digest(image: Image) -> bytes:
+    """A hash that is equal for equal pixels: the cache key of what is computed from a picture."""
+    palette = image.palette and image.palette.tobytes()
+    header = repr((image.mode, image.size, palette, image.info.get("transparency")))
+    return blake2b(header.encode() + image.tobytes(), digest_size=16).digest()
+
+
+def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) -> Image:
+    """A picture, not decoded yet; nothing else calls `PIL.Image.open`. `formats` are Pillow's
+    names; never name one that starts a program (EPS) or holds another format (IPTC, ICO, ICNS,
+    MIC). Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises."""
+    image = PIL.Image.open(file, formats=formats)
+    if image.width * image.height > MAX_AREA_PX:
+        image.close()
+        limit = f"{MAX_AREA_PX // 10**6} million pixels are the most"
+        raise PIL.Image.DecompressionBombError(f"{image.width}x{image.height}; {limit}")
+    return image
+
+
+def over_white(image: Image) -> Image:
+    """The picture in RGB, on a white background where it is transparent."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = alpha_composite(new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def downscale(image: Image, side_px: int) -> Image:
+    """`image` with its longer side at most `side_px`, aspect kept; never enlarged."""
+    scale = side_px / max(image.size)
+    if scale >= 1:
+        return image
+    width, height = (max(1, round(length * scale)) for length in image.size)
+    return image.resize((width, height), Resampling.LANCZOS)
+
+
+def padded(image: Image, side_px: int) -> Image:
+    """An RGB picture in the middle of a white one that has no side below `side_px`."""
+    width, height = (max(side_px, length) for length in image.size)
+    sheet = new("RGB", (width, height), "white")
+    sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+    return sheet
+
+
+def side_by_side(pictures: Sequence[Image]) -> Image:
+    """The pictures in a row, aligned at the top, on white."""
+    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
+    sheet = new("RGB", (width, height), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture.convert("RGB"), (left, 0))
+        left += picture.width
+    return sheet
+
+
+@cached(LRUCache(256 * 2**20, getsizeof=len), key=digest, condition=Condition())
+def png_bytes(image: Image) -> bytes:
+    """PNG in RGB, over white, without metadata. Compression level 1: a third larger, in a fifth of
+    the time. The last 256 MiB are cached: judge questions and the record use the same pictures."""
+    bare = over_white(image)
+    bare.info.clear()
+    buffer = io.BytesIO()
+    bare.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()

@@ -1,0 +1,361 @@
+"""Folders of models: what they hold, whether it is the wanted model, and weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.api.plugin import ModelFiles
+from rl.config import loading
+from rl.config.loading import FOLDER, GONE, escaped, not_a_file
+from rl.files import read_object
+
+if TYPE_CHECKING:
+    import torch
+
+# ---- weights -------------------------------------------------------------------------------------
+# Counts and checks weights by their file headers, aligns them in memory, and checksums them.
+
+ALIGNMENT_BYTES = 64
+"""Alignment of the memory that PyTorch allocates on the CPU."""
+NUM_COLUMNS = 1024
+"""Width of the matrix into which `bit_sums` reshapes a tensor, in 64-bit numbers."""
+LFS_POINTER = b"version https://git-lfs"
+
+
+def num_parameters(
+    folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
+) -> float:
+    """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
+    headers = map(_header, Path(folder).glob("*.safetensors"))
+    return float(
+        sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
+    )
+
+
+class NotFiniteError(ValueError):
+    """Weights contain NaN or infinity."""
+
+
+def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
+    """Raise NotFiniteError naming `owner` and its first weight with NaN or infinity. Skips 8-bit
+    weights, which come with separate scales."""
+    for name, weight in weights:
+        if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
+            are_numbers = weight.detach().isfinite()
+            if not are_numbers.all():
+                num_bad = weight.numel() - int(are_numbers.sum())
+                raise NotFiniteError(
+                    f"{owner} holds NaN or infinity: {num_bad} of the {weight.numel()} numbers of "
+                    f"{name}; copy or download it again, or name another"
+                )
+
+
+def align_weights(module: torch.nn.Module, device: str) -> None:
+    """On the CPU, copy weights to addresses aligned as PyTorch's allocator does. Loaded weights are
+    memory-mapped from their file, and some MKL kernels (one row in float32, on AMD or with SSE4.2)
+    sum in another order at addresses that are not multiples of 16 bytes. It also raises
+    NotFiniteError for NaN and infinity, because every loaded model passes through it."""
+    require_finite(module.named_parameters(), type(module).__name__)
+    if device != "cpu":
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            tensor.data = tensor.data.clone()
+
+
+def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """[3] int64 checksums on the tensor's device. Its bytes, as 64-bit numbers, form a matrix and a
+    remainder; the checksums are weighted sums over rows, over columns and of the remainder ([1] if
+    all is remainder). A changed bit and swapped values or rows change them. No temporary is as
+    large as the tensor."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8 or flat.numel() % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
+    numbers = flat.view(torch.int64)
+    num_whole = len(numbers) // NUM_COLUMNS * NUM_COLUMNS
+    matrix, tail = numbers[:num_whole].view(-1, NUM_COLUMNS), numbers[num_whole:]
+    lines = (matrix.sum(1), matrix.sum(0), tail) if len(matrix) else (tail,)
+    return torch.stack([(line * _line_weights(len(line), line.device)).sum() for line in lines])
+
+
+@lru_cache(maxsize=64)
+def _line_weights(length: int, device: torch.device) -> torch.Tensor:
+    """[n] int64 odd pseudorandom weights: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
+    splittable pseudorandom number generators"), with signed shifts."""
+    import torch
+
+    mixed = torch.arange(1, length + 1, device=device)
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+def weights_problem(file: Path) -> str:
+    """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
+    Git LFS pointers are detected."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        return f"{file} is a pointer of Git LFS, not the weights; fetch them (git lfs pull)"
+    again = "copy or download it again"
+    if file.suffix != ".safetensors":
+        return "" if size else f"{file} is empty; {again}"
+    try:
+        ends = [tensor["data_offsets"][1] for tensor in _header(file).values()]
+        expected = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        return f"{file} has no readable header of safetensors ({size} bytes); {again}"
+    return "" if size == expected else f"{file} has {size} bytes instead of {expected}; {again}"
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """The tensors in a safetensors header. Raises ValueError if it claims to exceed the file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file}: a header of {length} bytes")
+        header = json.loads(stream.read(length))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """blake2b over names, dtypes, shapes and `bit_sums`, in name order; only the sums come to the
+    host."""
+    import torch
+
+    names = sorted(tensors)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in names:
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+    if names:
+        sums = torch.cat([bit_sums(tensors[name]) for name in names])
+        digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- model files ---------------------------------------------------------------------------------
+# Checks from names, sizes and headers that a model's files exist, are whole and of its kind.
+
+MAX_SHOWN = 200
+KIND_KEYS = ("model_type", "_class_name")
+"""Keys that name the kind of model in a config file: transformers', diffusers'."""
+
+
+def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
+    """Problems that prevent loading `models`, as 'key: problem, remedy'. If a folder holds another
+    model, only that problem is reported."""
+    parts_of_model = defaultdict(list)
+    for model in models:
+        parts_of_model[model.key, model.path].append(model)
+    for (key, path), parts in parts_of_model.items():
+        if missing := missing_model(key, path):
+            yield from missing
+            continue
+        is_folder = Path(path).is_dir()
+        try:
+            problems = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
+        except OSError as error:
+            problems = [f"{error.filename} cannot be read ({error.strerror})"]
+        yield from (f"{key}: {problem}" for problem in problems)
+
+
+def missing_model(key: str, path: str) -> list[str]:
+    """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
+    why = not_a_file(path) if path else GONE
+    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    if why == FOLDER or (is_hub_id and why == GONE):
+        return []
+    path_text = escaped(repr(path), MAX_SHOWN)
+    return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]
+
+
+def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
+    """A hub repository's file in the local cache; None if it is not cached."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    if not Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--")).is_dir():
+        return None  # checked without the slow import below
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached_path = try_to_load_from_cache(repo_id, name, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(cached_path) if isinstance(cached_path, str) else None
+
+
+def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
+    """Check cached config files only: weights that are not cached are downloaded later."""
+    for part in parts:
+        file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
+        if file is not None:
+            problem = _wrong_kind(part, read_object(file), f"{part.path} ({file})")
+            if problem:
+                yield problem
+                return
+
+
+def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
+    lacking: list[str] = []
+    damaged: list[str] = []
+    for part in parts:
+        folder = Path(part.path, part.subfolder)
+        file = folder / part.config
+        if file.is_file():
+            if problem := _wrong_kind(part, read_object(file), str(file)):
+                yield problem
+                return
+        elif part.config_required:
+            lacking.append(os.path.join(part.subfolder, part.config))
+        for names in part.files:
+            if not any((folder / name).is_file() for name in names):
+                lacking.append(" or ".join(os.path.join(part.subfolder, name) for name in names))
+        missing, broken = _weights_problems(part, folder)
+        lacking += missing
+        damaged += broken
+    if lacking:
+        yield f"{part.path} lacks {', '.join(lacking)}; copy or download it again"
+    yield from damaged
+
+
+def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[str]]:
+    """(names of missing files, problems of the existing ones)."""
+    if not part.weights:
+        return [], []
+    for name in part.weights:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            shards = [name]
+        elif index.is_file():
+            weight_map = (read_object(index) or {}).get("weight_map")
+            values = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
+            shards = sorted(str(value) for value in values)
+            if not shards:
+                return [], [f"{index} names no weights; copy or download it again"]
+        else:
+            continue
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        damage = (weights_problem(folder / shard) for shard in shards if shard not in missing)
+        lacking = [os.path.join(part.subfolder, shard) for shard in missing]
+        return lacking, [problem for problem in damage if problem]
+    first = os.path.join(part.subfolder, part.weights[0])
+    return [f"{first} or {first}.index.json"], []
+
+
+def _wrong_kind(part: ModelFiles, config: dict[str, Any] | None, where: str) -> str:
+    """Why this config file is not of a kind of model that can be loaded here, or ''."""
+    if config is None:
+        return f"{where} is damaged: it holds no JSON object; copy or download it again"
+    key = next((key for key in KIND_KEYS if key in config), " or ".join(KIND_KEYS))
+    checks = [(key, [config.get(key)], part.kinds)]
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and architectures:
+        checks.append(("architectures", architectures, part.classes))
+    for key, values, accepted in checks:
+        if accepted and not any(isinstance(name, str) and name in accepted for name in values):
+            statement = f"says {key} {values[0]!r}" if values[0] is not None else f"says no {key}"
+            needed = " or ".join(map(repr, sorted(accepted)))
+            return f"{where} {statement}, but only {needed} can be loaded here; name such a model"
+    return ""
+
+
+# ---- adapter base --------------------------------------------------------------------------------
+# Writes and reads the keys of `adapter_config.json` (PEFT) that name an adapter's base model.
+
+ADAPTER_CONFIG = "adapter_config.json"
+NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
+"""Loaders pass the value of `NAME` to the hub as it is, so it must be a folder or a hub id."""
+SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
+"""Keys of ours in `auto_mapping`. PEFT 0.21 ignores them there; elsewhere it logs a warning."""
+
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "use_rslora": False, "use_dora": False, "lora_bias": False,
+    "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
+}  # fmt: skip
+"""A LoRA on linear layers that are all scaled by alpha / r: what policy and engine compute."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The untrained weights under an adapter."""
+
+    path: str
+    revision: str | None = None
+    subfolder: str = ""
+    """Inside a hub repository; for a folder it is part of the path."""
+    words: str = ""
+    """Folder or hub id of tokenizer and image processor; '' = the same."""
+
+    @classmethod
+    def of_editor(cls, editor: str, subfolder: str, words: str) -> Base:
+        if Path(editor).is_dir():
+            return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
+        return cls(editor, subfolder=subfolder, words=words)
+
+
+def noted(base: Base, model_class: str) -> dict[str, Any]:
+    """The keys of an adapter_config.json that name its base, a transformers `model_class`. The
+    task type is None: with one, PEFT's Auto classes would load a class that reads no pictures."""
+    our_keys = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: loading.ADAPTER}
+    return {
+        NAME: base.path,
+        "revision": base.revision,
+        "task_type": None,
+        MAPPING: {
+            "base_model_class": model_class,
+            "parent_library": "transformers",
+            **{key: value for key, value in our_keys.items() if value},
+        },
+    }
+
+
+def read_config(adapter: Path) -> dict[str, Any]:
+    """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one, and for
+    an adapter that is no plain LoRA."""
+    file = adapter / ADAPTER_CONFIG
+    config = read_object(file)
+    if config is None:
+        raise ValueError(f"{file} is damaged: it holds no JSON object")
+    if config.get("megatron_config"):  # PEFT then imports the module that the file names
+        raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
+    odd = [key for key, plain in PLAIN.items() if config.get(key) and config[key] != plain]
+    if odd:
+        found = ", ".join(f"{key}: {config[key]!r:.80}" for key in odd)
+        remedy = "merge it into its base model (PEFT's `merge_and_unload`), and start from that"
+        if odd == ["use_rslora"]:
+            alpha = config.get("lora_alpha", 8) * config.get("r", 8) ** 0.5
+            remedy = f"set use_rslora to false and lora_alpha to {alpha:g}, which is the same"
+        raise ValueError(f"{file} is of no plain LoRA ({found}); {remedy}")
+    mapping = config.get(MAPPING)
+    number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
+    if problem := loading.refusal(str(file), number, loading.ADAPTER):
+        raise ValueError(problem)
+    return config
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `path` is a valid id of a hub repository and no local path has this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return not path.startswith("~") and not Path(path).exists()

@@ -1,0 +1,579 @@
+"""Starts and watches the ranks of a node: rendezvous, hangs, lost nodes, and how ranks end."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from rl.ranks import heartbeat
+from rl.ranks.dist import INIT_METHOD
+from rl.ranks.heartbeat import Beat
+from rl.ranks.signals import STOP_SIGNALS, name_of
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+# ---- hang watch ----------------------------------------------------------------------------------
+# Finds ranks that hang, from their heartbeats and the kernel's state of their processes.
+
+LOG_AFTER_S = 45.0
+"""A rank that has made no progress for this long is logged, once."""
+WATCHED_ELSEWHERE = "judge_wait"
+"""A phase in which no rank counts as hanging: the judge's client has its own time limits."""
+
+Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
+
+
+@dataclass(frozen=True)
+class RankState:
+    kind: Kind
+    idle_s: float
+    """Time without progress."""
+    beat: Beat
+
+    def at(self, now_s: float) -> str:
+        """'in phase learn for 61 s, in rl.learner.train_step, in torch'."""
+        inside = now_s - self.beat.phase_since_s
+        return f"in phase {self.beat.phase} for {inside:.0f} s ({self.beat.where})"
+
+
+class HangWatch:
+    def __init__(
+        self,
+        beats: Mapping[int, Path],
+        pids: Mapping[int, int],
+        limit_s: float,
+        is_one_node: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """`beats`, `pids`: by rank. `limit_s`: how long a rank may hang."""
+        self._beats, self._pids, self._say = dict(beats), dict(pids), say
+        self._limit_s, self._is_one_node = limit_s, is_one_node
+        self._log_after_s = min(LOG_AFTER_S, limit_s / 2)
+        self._looked_s = self._awake_s = time.monotonic()
+        self._logged: set[int] = set()
+        self.hung: dict[int, RankState] = {}
+        """The ranks that hung at the last `look`."""
+
+    def look(self) -> bool:
+        """Log ranks that hang or go on again; returns whether one has hung beyond the limit."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped launcher and ranks
+            self._awake_s = now_s
+        self._looked_s = now_s
+        looks = {rank: self._rank_state(rank, now_s) for rank in self._beats}
+        states = {rank: state for rank, state in looks.items() if state is not None}
+        self.hung = self._hung_of(states)
+        for rank, state in self.hung.items():
+            if state.idle_s >= self._log_after_s and rank not in self._logged:
+                self._logged.add(rank)
+                self._say(self._sentence(rank, states, now_s))
+        for rank in self._logged - self.hung.keys():
+            self._logged.remove(rank)
+            if rank in states and states[rank].kind == "moves":
+                self._say(f"rank {rank} goes on, {states[rank].at(now_s)}")
+        return any(s.idle_s >= self._limit_s and self._may_end(s) for s in self.hung.values())
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether SIGSTOP or a debugger has stopped the rank, by the kernel's current state."""
+        return _process_state(self._pids[rank]) in ("T", "t")
+
+    def has_saved(self, rank: int) -> bool:
+        """Whether the rank's finished work is on disk; True if it is gone or has no heartbeat."""
+        state = self._rank_state(rank, time.monotonic())
+        return state is None or state.beat.has_saved
+
+    def _rank_state(self, rank: int, now_s: float) -> RankState | None:
+        """None: the rank has written no heartbeat yet, or is gone."""
+        state, beat = _process_state(self._pids[rank]), heartbeat.read(self._beats[rank])
+        if beat is None or state in ("", "Z", "X"):
+            return None
+        silent_s = now_s - max(beat.at_s, self._awake_s)
+        idle_s = beat.at_s - max(beat.moved_s, self._awake_s)
+        kind: Kind
+        if silent_s >= self._log_after_s:
+            kind, idle_s = "stopped" if state in ("T", "t") else "silent", silent_s
+        elif beat.phase.endswith(WATCHED_ELSEWHERE):
+            kind = "judge"
+        elif idle_s < self._log_after_s:
+            kind = "moves"
+        else:
+            kind = "waits" if beat.waits_for_ranks else "stuck"
+        return RankState(kind, idle_s, beat)
+
+    def _hung_of(self, states: Mapping[int, RankState]) -> dict[int, RankState]:
+        """The ranks that hang. Of several stuck ranks, only the first to get stuck counts: on a
+        GPU, the others may wait for it inside any call."""
+        if dead := {rank: s for rank, s in states.items() if s.kind in ("silent", "stopped")}:
+            return dead
+        by_move = sorted(states.items(), key=lambda item: item[1].beat.moved_s)
+        if stuck := [(rank, state) for rank, state in by_move if state.kind == "stuck"]:
+            return dict(stuck[:1])
+        all_wait = all(state.kind == "waits" for state in states.values())
+        return dict(by_move[-1:]) if all_wait else {}
+
+    def _may_end(self, state: RankState) -> bool:
+        """Whether a hang may end the run. Waiting ranks of one of several nodes may not: a rank of
+        another node, not watched here, may be waiting for the judge."""
+        return state.kind != "waits" or self._is_one_node
+
+    def _sentence(self, rank: int, states: Mapping[int, RankState], now_s: float) -> str:
+        state = states[rank]
+        end = f"; at {self._limit_s:g} s the run ends (hang_limit_s)" * self._may_end(state)
+        if state.kind == "waits":
+            awaited = "each other" if self._is_one_node else "those of other nodes"
+            last = f"the last of them, rank {rank}, for {state.idle_s:.0f} s, {state.at(now_s)}"
+            return f"all ranks here wait for {awaited}, {last}{end}"
+        cause = {
+            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)",
+            "silent": "Python does not run in it: a call holds the GIL, or a disk is dead",
+        }.get(state.kind, "a deadlock, or one long call")
+        others = [
+            f"rank {other} (in phase {other_state.beat.phase})"
+            for other, other_state in states.items()
+            if other != rank and (other_state.beat.waits_for_ranks or other_state.kind == "stuck")
+        ]
+        waiting = f"; waiting for it: {', '.join(others)}" if others else ""
+        idle = f"rank {rank} has made no progress for {state.idle_s:.0f} s, {state.at(now_s)}"
+        return f"{idle}: {cause}{waiting}{end}"
+
+
+def _process_state(pid: int) -> str:
+    """The kernel's letter: 'T' stopped, 'Z' dead; '' if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+# ---- node watch ----------------------------------------------------------------------------------
+# Watches whether the other nodes of a run are alive, and reports why they ended.
+
+BEAT_S = 2.0
+LOST_S = 60.0
+"""A node silent for this long counts as lost. TCP survives interruptions of half this time."""
+STOPPED_S = 10.0
+"""A longer gap between calls of `lost` means that this launcher was stopped; silence is reset."""
+NODE_LEAVE_S = 60.0
+"""How long node 0 keeps the store for nodes that end after it."""
+
+
+class NodeWatch:
+    """One node's view of the others. Ranks do not notice a cut cable: they wait in a collective for
+    hours. So each launcher increments a counter in the rendezvous store; node 0 reads all other
+    counters, and the others read node 0's. Only a separate thread uses the store: calls to the
+    store block while the network is down."""
+
+    def __init__(
+        self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
+    ) -> None:
+        """`num_ranks`: per node. `say` prints a line."""
+        self.ending = ""
+        """Why this node's ranks failed, to tell the other nodes; '' if they did not."""
+        self._store, self._node, self._num_ranks, self._say = store, node, num_ranks, say
+        self._others = [other for other in range(num_nodes) if other != node]
+        self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
+        self._alive_s = dict.fromkeys(self._beats, time.monotonic())
+        """Node -> when its counter last rose; nodes that have left are removed."""
+        self._looked_s = time.monotonic()
+        self._lost: set[int] = set()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str:
+        """A message naming a node silent for `LOST_S` or longer, or ''. Call it every second."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOPPED_S:
+            self._alive_s = dict.fromkeys(self._alive_s.copy(), now_s)
+        self._looked_s = now_s
+        for node, alive_s in self._alive_s.copy().items():
+            if now_s - alive_s >= LOST_S:
+                self._lost.add(node)
+                return f"{self._name(node)} has been unreachable for {now_s - alive_s:.0f} s"
+        return ""
+
+    def leave(self) -> None:
+        """Call when this node's ranks have ended: tells other nodes why. Node 0 keeps the store."""
+        self._leaving.set()
+        self._thread.join(BEAT_S if 0 in self._lost else NODE_LEAVE_S + BEAT_S)
+
+    def _name(self, node: int) -> str:
+        first = node * self._num_ranks
+        last = first + self._num_ranks - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        return f"node {node} ({ranks})"
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # node 0 has gone
+            while not self._leaving.wait(BEAT_S):
+                self._beat()
+            self._store.set(f"ending/{self._node}", self.ending)
+            self._log_endings()
+
+    def _beat(self) -> None:
+        self._store.add(f"beat/{self._node}", 1)
+        for node, before in self._beats.items():
+            beats = self._store.add(f"beat/{node}", 0)
+            if self._store.check([f"ending/{node}"]):
+                self._alive_s.pop(node, None)
+            elif beats != before or node == 0:
+                self._beats[node], self._alive_s[node] = beats, time.monotonic()
+
+    def _log_endings(self) -> None:
+        """Log why others failed. Node 0 waits for nodes not lost; a failed node waits 2 beats."""
+        max_wait_s = NODE_LEAVE_S if self._node == 0 else 2 * BEAT_S if self.ending else 0.0
+        deadline = time.monotonic() + max_wait_s
+        missing = [node for node in self._others if node not in self._lost]
+        while missing and time.monotonic() <= deadline:
+            for node in [n for n in missing if self._store.check([f"ending/{n}"])]:
+                missing.remove(node)
+                if ending := self._store.get(f"ending/{node}").decode():
+                    self._say(f"from {self._name(node)}: {ending}")
+            time.sleep(0.1)
+
+
+# ---- rendezvous ----------------------------------------------------------------------------------
+# Sets up the rendezvous of a run's ranks, and the network interfaces that they listen on.
+
+JOIN_S = 600.0
+"""How long a node waits for the others to start."""
+_LINE_EVERY_S = 30.0
+
+Environment = dict[str, str]
+Say = Callable[[str], Any]
+
+
+class RendezvousError(Exception):
+    """The nodes did not find each other; the message names the endpoint and the remedy."""
+
+
+def on_one_node(folder: Path) -> Environment:
+    """Environment for ranks that meet through a file in `folder`, which must be private to this
+    user, and listen on the loopback interface only. Overrides GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME, which clusters set for several nodes."""
+    loopback = interface_of("127.0.0.1")
+    return {
+        INIT_METHOD: (folder / "rendezvous").absolute().as_uri(),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": f"={loopback}",
+    }
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this address. Raises RendezvousError when none has."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    raise RendezvousError(f"{address} is the address of none of this machine's interfaces")
+
+
+@contextmanager
+def on_several_nodes(
+    endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Say
+) -> Iterator[tuple[Environment, NodeWatch]]:
+    """(environment for this node's ranks, watch over the other nodes). Entering waits until all
+    nodes have joined; leaving waits until they have ended. The nodes meet at a TCPStore in node 0's
+    launcher, on one interface; torch's own agent would listen on every interface.
+
+    `endpoint`: host:port of node 0, as given on every node. `say` prints a line during waits.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as the user set them. Raises RendezvousError.
+    """
+    family, address = _resolve(endpoint)
+    host, port = str(address[0]), int(address[1])
+    store = _listen(family, host, port, say) if node == 0 else _join(host, port, say)
+    _check_in(store, node, num_nodes, num_local_ranks, say)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        interface = interface_of(str(probe.getsockname()[0]))  # of the route to node 0
+    environment = {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 hosts a store on every interface
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
+    }
+    watch = NodeWatch(store, node, num_nodes, num_local_ranks, say)
+    try:
+        yield environment, watch
+    finally:
+        watch.leave()
+
+
+def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The first address of host:port, as `socket.connect` takes it."""
+    try:
+        parts = urlsplit(f"//{endpoint}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.netloc != endpoint or parts.username is not None:
+        raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port, or [address]:port")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise RendezvousError(
+            f"--rdzv-endpoint {endpoint}: {host} cannot be resolved ({error})"
+        ) from None
+    return family, address
+
+
+def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCPStore:
+    """Node 0's store, listening on this one address."""
+    from torch.distributed import TCPStore
+
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise RendezvousError(
+            f"node 0 cannot listen on {host}:{port} ({error.strerror}): --rdzv-endpoint "
+            "must name an address of node 0 itself and a port that is free there"
+        ) from None
+    if ipaddress.ip_address(host).is_loopback:
+        say(
+            f"node 0 listens on {host}, which only this machine reaches: so that other machines "
+            "reach it, give its network address to --rdzv-endpoint"
+        )
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _join(host: str, port: int, say: Say) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    def answers() -> bool:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=5).close()
+            return True
+        return False
+
+    _wait_until(
+        answers,
+        f"waiting for node 0 at {host}:{port}",
+        f"nobody answers at --rdzv-endpoint {host}:{port} for {JOIN_S:.0f} s: start the same "
+        "command with --node-rank 0 there, and open the port in the firewall",
+        say,
+    )
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Say) -> None:
+    """Wait for all other nodes; check that all were started for the same nodes and ranks."""
+    plan = f"{num_nodes} nodes of {num_local_ranks} ranks"
+    other_plan = store.compare_set("plan", "", plan).decode()
+    if other_plan != plan:
+        raise RendezvousError(f"this node was started for {plan}, another one for {other_plan}")
+    if store.add(f"node/{node}", 1) > 1:
+        raise RendezvousError(f"another node was started with --node-rank {node} too")
+    store.add("joined", 1)
+    _wait_until(
+        lambda: store.add("joined", 0) >= num_nodes,
+        f"waiting for all of {plan}",
+        f"fewer than {num_nodes} nodes came within {JOIN_S:.0f} s: start the same command on each, "
+        "with its own --node-rank",
+        say,
+    )
+
+
+def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say) -> None:
+    """Poll for `JOIN_S`, printing `line` every half minute. Raises RendezvousError(problem)."""
+    began_s = line_s = time.monotonic()
+    while not condition():
+        now_s = time.monotonic()
+        if now_s - began_s > JOIN_S:
+            raise RendezvousError(problem)
+        if now_s - line_s > _LINE_EVERY_S:
+            say(f"{line} ({now_s - began_s:.0f} s)")
+            line_s = now_s
+        time.sleep(0.1)
+
+
+# ---- endings -------------------------------------------------------------------------------------
+# Ends a node's ranks: on request, because one failed, or because one hangs.
+
+GRACE_S = 300
+"""How long ranks may take to save and exit before they are killed."""
+HUNG_GRACE_S = 120
+"""The same if one hangs or stays stopped: the others save without it."""
+ALONE_GRACE_S = 45
+"""The same if a node is lost: a rank that waits for that node can save but never exits."""
+LEAVE_S = 5
+"""The same if one hangs and all others have saved."""
+KILL_S = 30
+HUNG_CODE = 124
+"""The launcher's exit code after a hang; `timeout` uses the same."""
+FINISHED_CODE = 86
+"""A rank's exit code when its script has ended. A 0 is not its own: a library or a plugin called
+`exit` or `os._exit` in the middle of the run."""
+PEERS_TERM_S = 30
+"""How long after a failure the other ranks may take to end by SIGTERM before SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the ranks ended."""
+
+    code: int
+    what: str
+    """'rank 1 was killed by SIGKILL'; '' if nothing failed."""
+    by_machine: bool
+    """The machine ended it: a signal, a device, a connection, a hang."""
+    lines: tuple[str, ...] = ()
+    stop_requested: bool = False
+    """The launcher was asked to stop: no restart."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    exit_code: int
+    """Negative: the signal that killed it."""
+    at_s: float
+    """When the launcher saw that it had ended, `time.monotonic`."""
+
+
+def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
+    """Names the rank that failed first, and the cause. `failures`: by rank."""
+    first_s = min(failure.at_s for failure in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        # Ranks without a note of their end sort first. Ranks ended by SIGTERM were asked to end;
+        # so were ranks that ignored it and were then killed.
+        note, code = _note(notes, rank), failures[rank].exit_code
+        late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
+        asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
+        return asked, note.get("only_heard", False), note.get("ended_ns", 0)
+
+    rank = min(failures, key=order)
+    code, note = failures[rank].exit_code, _note(notes, rank)
+    name = name_of(-code) if code < 0 else ""
+    cause = f"killed by {name}" if name else f"exit code {code}"
+    if code == 0:
+        cause = "a library or a plugin ended the process (os._exit) before the run had finished"
+    lines = [f"rank {rank} failed: {cause}; logs: {log_dir}"]
+    reason = note.get("reason", "")
+    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its reason
+        lines.append(reason)
+    return Ending(
+        (code or 1) if code >= 0 else 128 - code,
+        f"rank {rank} was killed by {name}" if name else f"rank {rank} failed with an error",
+        -code not in STOP_SIGNALS if name else bool(note.get("by_machine")),
+        tuple(lines),
+    )
+
+
+class Ranks:
+    """The processes of this node's ranks, each the leader of a process group."""
+
+    def __init__(
+        self,
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        watch: HangWatch,
+        say: Callable[[str], None],
+    ) -> None:
+        """`processes`: by rank. `say` prints a line."""
+        self._processes, self._watch, self._say = processes, watch, say
+
+    def all_done(self) -> bool:
+        return all(process.poll() == FINISHED_CODE for process in self._processes.values())
+
+    def failures(self) -> dict[int, Failure]:
+        """The ranks that have ended before their script so far, as seen now."""
+        now_s = time.monotonic()
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        finished = (None, FINISHED_CODE)
+        return {rank: Failure(code, now_s) for rank, code in codes.items() if code not in finished}
+
+    def end_hung(self) -> Ending:
+        """Make all ranks write their stacks and save; kill those that do not exit."""
+        hung = ", ".join(f"rank {rank}" for rank in self._watch.hung)
+        self._say(
+            f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, "
+            "finished work is saved, and the run ends"
+        )
+        for process in self._processes.values():
+            process.send_signal(heartbeat.STACKS_SIGNAL)
+        can_wake = all(map(self._watch.is_stopped, self._watch.hung))
+        self.leave([signal.SIGTERM], GRACE_S if can_wake else HUNG_GRACE_S)
+        return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
+
+    def end_alone(self, lost: str) -> Ending:
+        """Make the ranks here save; kill those that do not exit. `lost`: the unreachable node."""
+        self._say(
+            f"{lost} (machine, launcher or network): the ranks here save and end; the same command "
+            "on every node resumes the run"
+        )
+        self.leave([signal.SIGTERM], ALONE_GRACE_S)
+        return Ending(1, lost, by_machine=True)
+
+    def leave_as_asked(self, signums: list[int]) -> Ending:
+        """Pass on the signals that asked the launcher to stop; `signums` may grow meanwhile."""
+        self.leave(signums)
+        reason = f"stopped by {name_of(signums[0])}; the same command resumes the run from its "
+        return Ending(128 + signums[0], "", by_machine=False, lines=(reason + "last checkpoint",))
+
+    def leave(self, signums: list[int], grace_s: float = GRACE_S) -> None:
+        """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all
+        have saved and exited; kill the rest after `grace_s`, or sooner if one hangs."""
+        began_s, num_sent, watch = time.monotonic(), 0, self._watch
+        while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
+            if num_sent < len(signums):
+                _send(living, *signums[num_sent:], signal.SIGCONT)
+                num_sent = len(signums)
+            watch.look()
+            stopped = {rank for rank in living if watch.is_stopped(rank)}
+            limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
+            if (stopped or watch.hung) and all(map(watch.has_saved, living.keys() - stopped)):
+                limit_s = LEAVE_S
+            if time.monotonic() - began_s > limit_s:
+                names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
+                self._say(
+                    f"killed, as they did not exit within {limit_s:g} s of being asked: {names}"
+                )
+                _send(living, signal.SIGKILL)
+                for process in living.values():
+                    with suppress(subprocess.TimeoutExpired):  # e.g. one waits for a dead disk
+                        process.wait(KILL_S)
+                return
+            time.sleep(0.2)
+
+
+def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
+    for process in living.values():
+        for signum in signums:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+
+
+def end_leftovers(notes: Path) -> None:
+    """Kill processes that a dead rank left in its process group (e.g. an engine's workers)."""
+    for file in notes.glob("rank_*.json"):
+        group = _row(file).get("process_group")
+        if isinstance(group, int):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _note(notes: Path, rank: int) -> dict[str, Any]:
+    return _row(notes / f"rank_{rank}.json")
+
+
+def _row(file: Path) -> dict[str, Any]:
+    """The note that `worker.py` wrote about a rank; {} if it wrote none."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(file.read_bytes()))
+    return {}
