@@ -35,13 +35,18 @@ from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.gpu_loops import SHOWN
 from rl.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import engine_weights
+from rl.engines.vllm import vllm
 from rl.files import read_rows
-from rl.learner import weight_sync
-from rl.learner.learner import Learner
-from rl.learner.weight_sync import PROBE_COMPLETIONS, PROBE_TOKENS
-from rl.renderers.qwen_image import qwen_image_components
-from rl.renderers.qwen_image.qwen_image_components import EditorParts
+from rl.learner.learner import (
+    MAX_MEAN_DLOGP_NATS,
+    PROBE_COMPLETIONS,
+    PROBE_TOKENS,
+    Learner,
+    mean_difference,
+    sync,
+)
+from rl.renderers.qwen_image import qwen_image_loop
+from rl.renderers.qwen_image.qwen_image_loop import EditorParts
 from rl.run.set_up import open_run
 from rl.train import train
 
@@ -95,7 +100,7 @@ def _preloaded(bench: Bench, side_px: int, policy: Policy, parts: EditorParts) -
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
-        mock.patch.object(qwen_image_components, "load_parts", lambda config, device: parts),
+        mock.patch.object(qwen_image_loop, "load_parts", lambda config, device: parts),
     ):
         yield
 
@@ -163,7 +168,7 @@ def _differences(bench: Bench, policy: Any, engine: Any, config: Any) -> Iterato
     random network amplifies rounding to several nats (benchmarks/results/gpu.md)."""
     learner = Learner(policy, config, bench.dist, num_iterations=1)
     prompts = [make_group(bench, policy, bench.size.policy_px, i)[0] for i in range(2)]
-    limit = weight_sync.MAX_MEAN_DLOGP_NATS[bench.dtype]
+    limit = MAX_MEAN_DLOGP_NATS[bench.dtype]
     report: Any = None
     if hasattr(engine, "_llm"):
         what, problem = "base weights given to vLLM", _copy_base(engine, policy)
@@ -174,11 +179,11 @@ def _differences(bench: Bench, policy: Any, engine: Any, config: Any) -> Iterato
     for seed, prompt in enumerate(prompts, start=1):
         move(policy.module, seed)
         start_s = time.perf_counter()
-        with mock.patch.dict(weight_sync.MAX_MEAN_DLOGP_NATS, {bench.dtype: float("inf")}):
-            report = weight_sync.sync(engine, learner, prompt, bench.dtype, 1.0, report)
+        with mock.patch.dict(MAX_MEAN_DLOGP_NATS, {bench.dtype: float("inf")}):
+            report = sync(engine, learner, prompt, bench.dtype, 1.0, report)
         seconds, least = time.perf_counter() - start_s, report.mean_dlogp_nats
         answers = [completion.logprobs for completion in report.answers]
-        every = weight_sync._mean_difference(answers, report.trainer_logprobs)
+        every = mean_difference(answers, report.trainer_logprobs)
         note = f"{least:.2g} nats on the least certain tokens, limit {limit:g}; {every:.2g} on "
         note += f"all; {seconds:.2f} s; read back: {'yes' if report.read_back else 'no'}"
         fix = "MAX_MEAN_DLOGP_NATS is too low for rounding"
@@ -200,7 +205,7 @@ def _copy_base(engine: Any, policy: Any) -> str:
 def _copy_in_worker(worker: Any, weights: Any) -> str:
     model = worker.model_runner.get_model()
     for name, parameter in weights.items():
-        location = engine_weights._locate(model, name)
+        location = vllm._locate(model, name)
         if location is None:
             return f"vLLM's model has no {name}"
         layer, kind, first_row = location

@@ -17,12 +17,11 @@ from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
 from rl.check_gpu.lines import Setup
 from rl.config.schema import RunConfig
-from rl.policies.qwen_vl import qwen_vl_loading
-from rl.policies.shared.packed_attention import register
+from rl.policies.qwen_vl import qwen_vl_policy
+from rl.policies.shared.attention import register
 from rl.ranks.dist import Dist
-from rl.renderers.qwen_image.denoising_config import MODULATIONS
-from rl.renderers.qwen_image.qwen_image_components import EditorParts
-from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image.qwen_image_config import MODULATIONS
+from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae
 
 MAX_PICTURE_PX = 12_845_056
 """Qwen2.5-VL's `max_pixels`, which does not shrink 1024 x 1024 px: that picture has 1369 tokens."""
@@ -176,7 +175,7 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(qwen_vl_loading, "load_model", load_model), unchecked_files():
+    with mock.patch.object(qwen_vl_policy, "load_model", load_model), unchecked_files():
         return build.build_policy(build.resolve(config), bench.dist)
 
 

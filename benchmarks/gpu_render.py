@@ -21,10 +21,14 @@ from benchmarks.gpu_timing import Bench, equal
 from benchmarks.stock import StockDenoiser, StockVae
 from rl.check_gpu.gpu_kernels import relative_error
 from rl.check_gpu.lines import Line, Setup, measured, skipped
-from rl.renderers.qwen_image.denoising_config import PATCH_PX
-from rl.renderers.qwen_image.modulation import StepModulation, build_table
-from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser, attention
-from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image.qwen_image_config import PATCH_PX
+from rl.renderers.qwen_image.qwen_image_denoiser import (
+    Denoiser,
+    StepModulation,
+    attention,
+    build_table,
+)
+from rl.renderers.qwen_image.qwen_image_loop import FrameVae
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0

@@ -15,11 +15,10 @@ import torch
 
 from benchmarks.flop_counter import flops_of
 from rl.algorithm.attention_kernels import choose_kernel
-from rl.renderers.qwen_image.denoising_config import PATCH_PX
-from rl.renderers.qwen_image.modulation import StepModulation
-from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
-from rl.renderers.qwen_image.vae2d import FrameVae, PictureVae
-from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
+from rl.renderers.qwen_image.qwen_image_config import PATCH_PX
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser, StepModulation
+from rl.renderers.qwen_image.qwen_image_loop import FrameVae, PictureVae
+from rl.renderers.qwen_image_21 import qwen_image_21_loop
 
 META = torch.device("meta")
 GROUP = 8
@@ -46,18 +45,16 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImage21Transformer2DModel")
     config = transformer.config
-    denoiser = qwen_image_21_denoiser.Denoiser(
-        transformer, choose_kernel("sdpa", "cpu", torch.float32)
-    )
+    denoiser = qwen_image_21_loop.Denoiser(transformer, choose_kernel("sdpa", "cpu", torch.float32))
     slots = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
     sources = tuple(
-        qwen_image_21_denoiser.PromptImage(
+        qwen_image_21_loop.PromptImage(
             slot, _empty(side * side, config.in_channels), (side, side), b""
         )
         for slot in slots
     )
     states = _empty((slots[-1].stop if slots else 0) + TEXT_TOKENS, config.context_in_dim)
-    group = [qwen_image_21_denoiser.Row(states, sources)] * GROUP
+    group = [qwen_image_21_loop.Row(states, sources)] * GROUP
     prepared: list[Any] = []
     once = flops_of(lambda: prepared.append(denoiser.prepare([group], (side, side))))
     latents = _empty(GROUP, side * side, config.in_channels)

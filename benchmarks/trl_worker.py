@@ -27,8 +27,8 @@ from rl.api.data import RowRules
 from rl.api.plugin import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient
+from rl.judge.http import BackgroundLoop
 from rl.renderers import qwen_image_edit
 from rl.rewards import viescore
 from rl.rollout.prompt_order import PromptOrder

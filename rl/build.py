@@ -41,7 +41,7 @@ from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
-    from rl.pool.pooled_renderer import PooledRenderer
+    from rl.pool.ray_cluster import PooledRenderer
     from rl.ranks.dist import Dist
 
 PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
@@ -369,7 +369,7 @@ def build_engine(
 
 def build_render_pool(resolved: Resolved, pool: RenderPoolConfig, dist: Dist) -> PooledRenderer:
     """Connect to the workers that draw in place of the ranks."""
-    from rl.pool.pooled_renderer import pooled
+    from rl.pool.ray_cluster import pooled
 
     used = {
         resolve_device(claim.device, f"cuda:{rank}")

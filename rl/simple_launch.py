@@ -23,14 +23,14 @@ from rl import build, printing
 from rl.check import check_report, run_folder, this_machine, what_changes
 from rl.check.check_data import check_data
 from rl.check.fetch import fetch_small_files, fetch_weights
-from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.loading import GONE, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import write_atomically
-from rl.policies.shared.start_from import start_of
+from rl.policies.shared.policy_base import start_of
 from rl.printing import KEY_VALUE
 from rl.ranks import dist, heartbeat, signals, supervision
 from rl.ranks.supervision import HangWatch, NodeWatch
+from rl.record.checkpoint import find, iteration_of, read_state
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {

@@ -14,7 +14,7 @@ from rl import build, printing
 from rl.algorithm.metrics import Metrics
 from rl.ranks import error_messages, heartbeat, signals
 from rl.ranks.dist import Dist
-from rl.rollout.consensus import Interrupted, raise_if_interrupted
+from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_text
 from rl.run.run import PendingStep, Run

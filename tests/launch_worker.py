@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from rl.judge.endpoint import resolve_api_base
+from rl.judge.http import resolve_api_base
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
 

@@ -19,8 +19,7 @@ from rl import build
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig, load_config
 from rl.files import digest
-from rl.pool.pooled_renderer import pooled
-from rl.pool.ray_cluster import RayWorkers
+from rl.pool.ray_cluster import RayWorkers, pooled
 from rl.ranks.dist import Dist
 
 KEY = "hunter2hunter2"

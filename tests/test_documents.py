@@ -77,7 +77,7 @@ LINES = [
     Line("earl", "pip install flash-attn", "network", "optional here: pyproject.toml"),
     Line("earl", "pip install -r rl/req", "network", "rl/requirements.txt, of requirements.lock"),
     Line("earl", "nano rl_venv", "theirs", "an editor; vLLM is told at run time"),
-    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm/start.py"),
+    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm/vllm.py"),
     Line("earl", "./rl/scripts/setup_datasets.sh", "network", "some 100 GB from the hub"),
     Line("earl", "NUM_GPUS=", "run"),
     Line("earl", "torchrun", "run"),
@@ -294,7 +294,7 @@ def test_earls_ten_configs_are_shipped() -> None:
 
 
 def test_earls_patch_of_vllm_is_applied_at_run_time() -> None:
-    from rl.engines.vllm.start import SERVED_AS
+    from rl.engines.vllm.vllm_process import SERVED_AS
 
     patch = line_of("earl", "_MULTIMODAL_MODELS")
     [(architecture, served_as)] = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', patch)

@@ -20,12 +20,12 @@ import torch
 
 from rl.algorithm.attention_kernels import VARLEN
 from rl.check_gpu import gpu_kernels, gpu_machine
-from rl.policies.shared.packed_attention import Packing, attention
+from rl.policies.shared.attention import Packing, attention
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
 VLLM = ROOT / "rl" / "engines" / "vllm"
-KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm/vllm.py"
+KERNELS, ENGINE = "policies/shared/attention.py", "engines/vllm/vllm.py"
 OBJECTS = {
     (VLLM / "vllm.py", "self._llm"): "vllm.LLM",
     (VLLM / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
@@ -178,18 +178,18 @@ def test_calls_fit_the_installed_library(library: str, at_least: int) -> None:
     ("file", "call", "planted", "why"),
     [
         (
-            "algorithm/attention_kernels.py",
+            "policies/shared/attention.py",
             "causal=runs.causal)",
             "causal=runs.causal, sink=1)",
             "sink",
         ),
         (
-            "algorithm/attention_kernels.py",
+            "policies/shared/attention.py",
             "runs.causal, random_state)",
             "runs.causal, random_state, state=1)",
             "state",
         ),
-        ("algorithm/attention_kernels.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
+        ("policies/shared/attention.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
         pytest.param(
             "engines/vllm/vllm.py",
             "sleep(level=1)",

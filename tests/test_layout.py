@@ -43,8 +43,7 @@ LAYERS = [
     {"model_files", "printing"},
     {"console"},
     {"progress"},
-    {"publish", "trackers"},
-    {"checkpoints"},
+    {"trackers"},
     {"record"},
     {"judge"},
     set(build.PLUGIN_BASES),
@@ -69,9 +68,9 @@ ENTRY = "rl.ranks.worker"
 
 FENCES = {
     "vllm": r"rl/engines/vllm/\w+\.py",
-    "deepspeed": r"rl/learner/deepspeed\.py",
+    "deepspeed": r"rl/learner/backends\.py",
     "diffusers": r"rl/(renderers/[\w/]+|rehearsal/rehearsal)\.py",
-    "httpx": r"rl/judge/(http|endpoint)\.py",
+    "httpx": r"rl/judge/(http|client)\.py",
     "wandb": r"rl/trackers\.py",
     "tensorboard": r"rl/trackers\.py",
     "trackio": r"rl/trackers\.py",
@@ -170,7 +169,7 @@ def test_one_function_opens_pictures() -> None:
 
 
 def folder_of(dotted: str) -> str:
-    """'rl.learner.backends' -> 'learner'."""
+    """'rl.learner.learner' -> 'learner'."""
     return dotted.partition(".")[2].partition(".")[0]
 
 

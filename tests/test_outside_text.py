@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rl.api.data import RowRules
-from rl.checkpoints import checkpoint
 from rl.config.schema import ConfigError, load_config
 from rl.data import edit_jsonl
-from rl.data.shared.sample_rows import BadRowError
+from rl.data.shared.rows import BadRowError
 from rl.files import json_line, read_rows, row_of
 from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
 from rl.printing import excerpt, plain, scrub
+from rl.record import checkpoint
 from rl.report.reading import read_named
 
 few = settings(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.config.schema import CheckpointConfig
 from rl.files import GoneError, append_line, json_line
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.seeds import rng_state
 
 

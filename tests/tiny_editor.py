@@ -20,9 +20,7 @@ from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.renderers import qwen_image_edit
-from rl.renderers.qwen_image.qwen_image_components import EditorParts
-from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
-from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae, QwenImageLoop
 from tiny_world.builder.models import SCHEDULER, make_transformer, make_vae
 
 STATE_DIM = 32

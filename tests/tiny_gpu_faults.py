@@ -45,17 +45,17 @@ def noisy(setup: Setup) -> Iterator[Line]:
 
 
 def wrong_kernel(setup: Setup) -> Iterator[Line]:
-    from rl.algorithm import attention_kernels
     from rl.check_gpu import gpu_kernels
+    from rl.policies.shared import attention
 
     def forward(*tensors: Any) -> Any:
-        out, lse = attention_kernels.CPU.forward(*tensors)
+        out, lse = attention.CPU.forward(*tensors)
         return 1.01 * out, lse
 
-    kernel = attention_kernels.Kernel(forward, attention_kernels.CPU.backward)
+    kernel = attention.Kernel(forward, attention.CPU.backward)
     gpu_kernels.LARGEST_ERROR["float32"] = gpu_kernels.LARGEST_ERROR["bfloat16"]
     gpu_kernels.LARGEST_BIAS["float32"] = gpu_kernels.LARGEST_BIAS["bfloat16"]
-    with mock.patch.object(attention_kernels, "choose_kernel", lambda *_: kernel):
+    with mock.patch.object(attention, "choose_kernel", lambda *_: kernel):
         yield next(iter(gpu_kernels.kernels(setup)))
 
 

@@ -39,7 +39,7 @@ def save_writer_folder(folder: Path) -> str:
 
 def build_policy(folder: str, lora: Any = None) -> Any:
     """The real policy in float32, with the grammar."""
-    from rl.policies.emu3 import emu3
+    from rl.policies import emu3
 
     config = emu3.Config(
         type="emu3", model_path=folder, dtype="float32", max_prompt_tokens=64, lora=lora

@@ -19,10 +19,10 @@ from rl.algorithm.metrics import Metrics
 from rl.api.policy import Policy
 from rl.api.types import Prompt, TrainSequence
 from rl.config.schema import RunConfig
-from rl.learner import deepspeed
+from rl.learner import backends
 from rl.learner.backends import StepOutcome, TorchBackend
 from rl.learner.learner import Learner
-from rl.policies.shared import logprobs
+from rl.policies.shared import trained_module
 from rl.ranks.dist import Dist
 
 NUM_ITERATIONS = 10
@@ -178,9 +178,9 @@ def assert_as_one_process(
 def small_shards_and_chunks() -> Iterator[None]:
     """Shards all weights and uses chunks of a few tokens, as with a large model and vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+        patch.setattr(backends, "PERSISTENCE_THRESHOLD_NUMEL", 0)
         num_logits = TOKENS_PER_CHUNK * 700
-        patch.setattr(logprobs.token_logprobs, "__defaults__", (num_logits,))
+        patch.setattr(trained_module.token_logprobs, "__defaults__", (num_logits,))
         yield
 
 

@@ -9,8 +9,7 @@ import torch
 
 from rl.api.policy import Policy, PolicySetup
 from rl.api.types import PromptTemplate
-from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3
+from rl.policies import emu3, qwen2_5_vl
 
 TEMPERATURE = 0.7
 """Temperature in `make_qwen` and `make_emu3`."""

@@ -11,7 +11,7 @@ from PIL import Image
 
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
-from rl.pool import wire
+from rl.pool import pool_worker
 from rl.pool.dispatch import Dispatcher, Reference, WorkerLostError
 
 FACTS = {"torch": "2", "weights": "a"}
@@ -43,9 +43,9 @@ class FakeWorker:
             "state_dim": 8,
         }
 
-    def draw(self, message: wire.Message) -> dict[str, Any]:
+    def draw(self, message: pool_worker.Message) -> dict[str, Any]:
         self.num_drawn += 1
-        jobs = wire.unpacked_jobs(message)
+        jobs = pool_worker.unpacked_jobs(message)
         seeds = [job.noise_seed for job in jobs]
         if self.dies(self.num_drawn - 1, seeds):
             self.incarnation += 1
@@ -56,17 +56,19 @@ class FakeWorker:
             return {**answer, "outcomes": [("out_of_memory: full", "renderer")] * len(jobs)}
         return {**answer, "outcomes": [picture(job.noise_seed + self.shift) for job in jobs]}
 
-    def check(self, message: wire.Message, digests: list[str]) -> dict[str, Any]:
+    def check(self, message: pool_worker.Message, digests: list[str]) -> dict[str, Any]:
         drawn = self.draw(message)
-        return {**drawn, "digests": wire.digests(drawn["outcomes"])}
+        return {**drawn, "digests": pool_worker.digests(drawn["outcomes"])}
 
-    def prepare(self, message: wire.Message, method: str) -> dict[str, Any]:
+    def prepare(self, message: pool_worker.Message, method: str) -> dict[str, Any]:
         if self.dies(self.num_drawn, []):
             raise WorkerLostError("killed")
         return {"incarnation": str(self.incarnation), "outcomes": message}
 
     def draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
-        return [*map(wire.unpacked_outcome, self.draw(wire.packed_jobs(jobs))["outcomes"])]
+        return [
+            *map(pool_worker.unpacked_outcome, self.draw(pool_worker.packed_jobs(jobs))["outcomes"])
+        ]
 
     def status(self) -> float:
         return 1e9 if self.hangs else 0.0
@@ -99,7 +101,7 @@ class FakeWorkers:
         self._calls[number] = (due_s, worker, method, arguments)
         return number
 
-    def put(self, message: wire.Message) -> wire.Message:
+    def put(self, message: pool_worker.Message) -> pool_worker.Message:
         return message
 
     def wait(self, calls: Sequence[int], timeout_s: float) -> list[int]:

@@ -11,7 +11,7 @@ from rl.api.reward import Reward
 from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
 from rl.config.schema import RunConfig
 from rl.console import PhaseTimer
-from rl.learner.micro_batches import pack_groups
+from rl.learner.train_step import pack_groups
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 
 

@@ -20,8 +20,8 @@ from benchmarks.faults.inject import end_at
 from rl.algorithm.metrics import Metrics
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
-from rl.learner import deepspeed
-from rl.policies.shared import logprobs
+from rl.learner import backends
+from rl.policies.shared import trained_module
 from rl.run.run import Run
 from tests.brightness_reward import Brightness
 
@@ -62,8 +62,8 @@ def trouble_last_rank(trouble: str, at: int) -> None:
 
 
 if __name__ == "__main__":
-    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0
-    logprobs.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
+    backends.PERSISTENCE_THRESHOLD_NUMEL = 0
+    trained_module.token_logprobs.__defaults__ = (LOGITS_PER_CHUNK,)
     measure = train.measure
 
     def note_and_measure(run: Run, done: int, metrics: Metrics) -> None:

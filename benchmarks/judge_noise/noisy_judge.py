@@ -14,7 +14,7 @@ import math
 import random
 from statistics import NormalDist
 
-from rl.judge.labels import DIGITS
+from rl.judge.reply import DIGITS
 from tiny_world.judge_server import JudgeHandler, JudgeServer, main
 
 

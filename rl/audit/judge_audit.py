@@ -31,7 +31,7 @@ from rl.config.loading import read_bytes
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.files import write_atomically
 from rl.judge.client import JudgeError
-from rl.rollout.grading import scores
+from rl.rollout.episodes import scores
 
 T = TypeVar("T")
 Pair = tuple[int, float, float]

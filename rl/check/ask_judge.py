@@ -18,9 +18,7 @@ from rl.check.compatibility import READABLE
 from rl.check.dry_run import grade_once, made_up_input
 from rl.console import duration
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.dialect import Dialect
-from rl.judge.endpoint import remedy_for
-from rl.judge.http import TOO_MANY_REQUESTS
+from rl.judge.http import TOO_MANY_REQUESTS, Dialect, remedy_for
 from rl.printing import excerpt
 
 T = TypeVar("T")

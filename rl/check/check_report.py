@@ -27,14 +27,14 @@ from rl.check.this_machine import (
     machine_problems,
 )
 from rl.check.what_changes import UNKNOWN, Origin, changes, dropped, explained
-from rl.checkpoints.checkpoint import find, read_state
 from rl.config.schema import ConfigError, RunConfig, listed
-from rl.judge.endpoint import resolve_api_bases
+from rl.judge.http import resolve_api_bases
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import Plan
-from rl.policies.shared.start_from import start_of
+from rl.policies.shared.policy_base import start_of
 from rl.printing import remember, scrubbed
 from rl.ranks import dist
+from rl.record.checkpoint import find, read_state
 from rl.simulation.pool_report import pool_lines
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.build import ask_plugin, claims
 from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, changed
-from rl.judge.endpoint import auth_header, resolve_api_bases
+from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
 from rl.ranks import dist

@@ -15,7 +15,7 @@ from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
-from rl.rollout.grading import scores
+from rl.rollout.episodes import scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image

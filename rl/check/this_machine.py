@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from rl import build
 from rl.build import Plugin, Resolved
 from rl.check.fetch import hub_models, is_offline
-from rl.checkpoints.checkpoint import find
 from rl.config.loading import escaped
 from rl.memory import footprint
 from rl.ranks.error_messages import SHARED
+from rl.record.checkpoint import find
 from rl.trackers import not_installed
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5

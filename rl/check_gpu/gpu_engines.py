@@ -14,8 +14,7 @@ from rl.api.types import Completion
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
-from rl.learner.learner import Learner
-from rl.learner.weight_sync import MAX_MEAN_DLOGP_NATS, SyncError, sync
+from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, sync
 from rl.ranks.dist import Dist
 
 INSTEAD = {"engine.type": "transformers"}

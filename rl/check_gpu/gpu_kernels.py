@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from rl import build
-from rl.algorithm import attention_kernels
-from rl.algorithm.attention_kernels import Kernel
+from rl.algorithm.attention_kernels import PLAIN, Kernel, choose_kernel
 from rl.api.types import PackedGroup
 from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
-from rl.policies.shared.packed_attention import Packing, attention
+from rl.policies.shared.attention import Packing, attention
 from rl.ranks.dist import Dist
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
@@ -114,8 +113,8 @@ def kernels(setup: Setup) -> Iterator[Line]:
     whole policy computes with it."""
     key = "policy.attn_implementation"
     layouts = LAYOUTS | {"a long group": [(400, (64,) * 8)]}
-    auto = attention_kernels.choose_kernel("auto", setup.device, getattr(torch, setup.dtype))
-    for name, kernel in (("auto", auto), ("sdpa", attention_kernels.PLAIN)):
+    auto = choose_kernel("auto", setup.device, getattr(torch, setup.dtype))
+    for name, kernel in (("auto", auto), ("sdpa", PLAIN)):
         for policy, heads in (TINY_HEADS if setup.tiny else HEADS).items():
             worst, wrong = 0.0, []
             for row, layout in layouts.items():

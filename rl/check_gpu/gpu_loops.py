@@ -13,9 +13,9 @@ from typing import IO
 
 from rl.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.check_gpu.steps import FIXES, kill, last_words
-from rl.checkpoints.checkpoint import find, iteration_of
 from rl.files import read_rows
 from rl.ranks.signals import die_with_parent
+from rl.record.checkpoint import find, iteration_of
 
 RANK_SCRIPT = Path(__file__).parents[1] / "commands" / "check_distributed.py"
 LAUNCH = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.simple_launch"]

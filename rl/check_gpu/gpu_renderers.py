@@ -10,17 +10,16 @@ from unittest import mock
 import torch
 
 from rl import build
-from rl.algorithm import attention_kernels
+from rl.algorithm.attention_kernels import CPU, choose_kernel
 from rl.check_gpu.gpu_kernels import relative_error
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.ranks.dist import Dist
-from rl.renderers.qwen_image import qwen_image_components, qwen_image_denoiser
-from rl.renderers.qwen_image.fp8 import Fp8Linear
-from rl.renderers.qwen_image.modulation import build_table
-from rl.renderers.qwen_image.vae2d import FrameVae
-from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
-from rl.renderers.qwen_image_21.qwen_image_21_denoiser import PromptImage, Row
+from rl.renderers.qwen_image import qwen_image_denoiser, qwen_image_loop
+from rl.renderers.qwen_image.qwen_image_denoiser import Fp8Linear, build_table
+from rl.renderers.qwen_image.qwen_image_loop import FrameVae
+from rl.renderers.qwen_image_21 import qwen_image_21_loop
+from rl.renderers.qwen_image_21.qwen_image_21_loop import PromptImage, Row
 
 LARGEST_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
 """Relative, of a whole small model: rounding adds up over its layers."""
@@ -41,7 +40,7 @@ def small_parts(setup: Setup, name: str) -> Any:
     """The renderer's models of the shipped small config, on the device."""
     path, *overrides = setup.words(name)
     resolved = build.resolve(load_config(path, overrides))
-    with mock.patch.object(qwen_image_components, "FrameVae", BothVaes):
+    with mock.patch.object(qwen_image_loop, "FrameVae", BothVaes):
         renderer: Any = build.build_renderer(resolved, Dist.from_env(setup.device))
     return renderer.loop.parts
 
@@ -71,10 +70,8 @@ def step_21(
     """All rows but the last are one group. `num_shown`: its source pictures, and the last row's."""
     is_double = transformer.dtype == torch.float64
     device, config = str(transformer.device), transformer.config
-    kernel = attention_kernels.choose_kernel("auto", device, transformer.dtype)
-    denoiser = qwen_image_21_denoiser.Denoiser(
-        transformer, attention_kernels.CPU if is_double else kernel
-    )
+    kernel = choose_kernel("auto", device, transformer.dtype)
+    denoiser = qwen_image_21_loop.Denoiser(transformer, CPU if is_double else kernel)
     slots = max(1, side**2 // 4)
 
     def row(length: int, num_shown: int) -> Row:

@@ -35,7 +35,7 @@ from rl.audit.audit_statistics import noise_sd, reliability
 from rl.check.this_machine import has_gpus
 from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
-from rl.judge.endpoint import resolve_api_bases
+from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.error_messages import remedy
 from rl.report.reading import find_run

@@ -33,7 +33,6 @@ from typing import Any, get_args
 
 from rl import build, model_files, printing
 from rl.api import find
-from rl.checkpoints.checkpoint import MODEL_CARD
 from rl.commands.export_evidence import gather
 from rl.config.loading import validate
 from rl.config.schema import RunConfig
@@ -43,8 +42,9 @@ from rl.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
-from rl.publish import hub
-from rl.publish.model_card import PIPELINES, Form, at, model_card
+from rl.record import publish
+from rl.record.checkpoint import MODEL_CARD
+from rl.record.publish import PIPELINES, Form, at, model_card
 
 ADAPTER_FILES = (model_files.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with stage(f"uploading to {args.push_to}"):
-            hub.upload(args.target, args.push_to, "exported")
+            publish.upload(args.target, args.push_to, "exported")
     except Exception as error:  # the network and its library may fail in any way
         problem = (
             f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
@@ -222,7 +222,7 @@ def merge(
     import torch
 
     with stage(f"loading {config.model_path} in float32"):
-        model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
+        model = policy.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 

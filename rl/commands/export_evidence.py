@@ -9,7 +9,7 @@ from statistics import fmean
 from PIL.Image import DecompressionBombError, Image
 
 from rl.files import downscale, open_picture, png_bytes
-from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
+from rl.record.publish import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report import reading
 from rl.report.curves import points
 from rl.report.reading import Evaluation

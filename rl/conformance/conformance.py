@@ -27,8 +27,7 @@ from rl.check_gpu.lines import Line, result, skipped
 from rl.config.loading import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.learner.backends import trainable_parameters
-from rl.learner.learner import Learner
-from rl.learner.weight_sync import SyncError, sync
+from rl.learner.learner import Learner, SyncError, sync
 from rl.ranks.dist import Dist
 
 ENGINE_CONFIG = "configs/quickstart.jsonnet"

@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 from rl import build
 from rl.config.loading import not_a_file, printable, validate
 from rl.config.schema import RunConfig
-from rl.data.shared.jsonl import Lines
-from rl.data.shared.sample_pictures import UnusableError
+from rl.data.shared.rows import Lines, UnusableError
 from rl.edit.editor import (
     OWN_WORDS,
     STOCK,

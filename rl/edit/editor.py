@@ -19,9 +19,9 @@ from rl.api.data import RowRules
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
-from rl.data.shared.sample_pictures import UnusableError, load_image
+from rl.data.shared.rows import UnusableError, load_image
 from rl.edit.trained import Trained, config_for_use, load_trained, pick_device
-from rl.judge.background import BackgroundLoop
+from rl.judge.http import BackgroundLoop
 from rl.ranks.dist import Dist
 from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext

@@ -17,13 +17,13 @@ from PIL.Image import DecompressionBombError
 from rl import build
 from rl.api import find
 from rl.api.renderer import Renderer
-from rl.checkpoints.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
 from rl.config import loading
 from rl.config.loading import evaluate, validate
 from rl.config.schema import ConfigError, RunConfig
 from rl.files import open_picture, read_object
 from rl.model_files import ADAPTER_CONFIG
 from rl.printing import excerpt
+from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
 from rl.record.run_summary import not_a_run
 
 UNUSED: dict[str, Any] = {

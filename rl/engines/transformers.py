@@ -52,7 +52,7 @@ class TransformersEngine(Engine):
         """All groups in one batch: 0.24 instead of 0.57 CPU seconds for quickstart's 12 groups."""
         import torch
 
-        from rl.algorithm.image_grammar import NO_IMAGE_YET, advance, grammar_ids
+        from rl.api.image_grammar import NO_IMAGE_YET, advance, grammar_ids
 
         vocabulary = self._policy.image_vocabulary
         group_size = params.num_completions
@@ -98,7 +98,7 @@ class TransformersEngine(Engine):
         self, prompt: Prompt, tokens: tuple[int, ...], logprobs: tuple[float, ...]
     ) -> Completion:
         """One row up to its first stop token."""
-        from rl.algorithm.image_grammar import forced_tokens
+        from rl.api.image_grammar import forced_tokens
 
         stops = (t for t, token in enumerate(tokens) if token in self._policy.stop_token_ids)
         last = next(stops, None)
@@ -116,7 +116,7 @@ class TransformersEngine(Engine):
         `image_grammar.grammar_ids`), top-k and top-p, in this order."""
         import torch
 
-        from rl.algorithm.image_grammar import mask_logits_
+        from rl.api.image_grammar import mask_logits_
 
         banned = torch.tensor(self._policy.banned_token_ids, dtype=torch.int64)
         logits = logits_BV.cpu().float() / (params.temperature or 1.0)

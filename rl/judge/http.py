@@ -1,22 +1,214 @@
-"""One HTTP request to a judge: bounded in size and time, never inflated, never redirected."""
+"""One HTTP request to a judge and its parameters, the journal of replies, and the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import ipaddress
+import json
+import logging
 import os
 import re
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from rl.judge.endpoint import is_loopback
-from rl.printing import excerpt, scrub
+from rl.config.loading import not_a_file, read_text
+from rl.config.schema import JudgeConfig
+from rl.files import append, current_path, lines_of, private, row_of
+from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
+
+# ---- endpoint ------------------------------------------------------------------------------------
+# Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal.
+
+MAX_FILE_BYTES = 4096
+MAX_REASON_CHARS = 200
+
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
+_VERSION = re.compile(r"v\d[a-z0-9]*")
+
+
+def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
+    """The base URLs in `judge.api_base`, such as 'http://host:4877/v1', without duplicates.
+
+    Accepts, in a list or separated by commas: a URL with or without '/v1' and trailing slash,
+    'host:port', or a file with one such address per line. Raises ValueError naming the key and
+    the remedy.
+    """
+    texts = [value] if isinstance(value, str) else value
+    entries = [entry.strip() for text in texts for entry in text.split(",")]
+    entries = [entry for entry in entries if entry.lower() not in ("", "none")]
+    if not entries:
+        raise ValueError(
+            "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
+            "a file that contains it, or have the run start a judge (judge.start_command)"
+        )
+    addresses = (address for entry in entries for address in _addresses_in(entry))
+    return tuple(dict.fromkeys(_normalise(*address) for address in addresses))
+
+
+def resolve_api_base(value: str | Sequence[str]) -> str:
+    """The URL of `judge.api_base`. Raises ValueError if it names several."""
+    bases = resolve_api_bases(value)
+    if len(bases) > 1:
+        raise ValueError(
+            f"judge.api_base names {len(bases)} addresses, but the judge that judge.start_command "
+            "starts has one address: drop start_command, or all addresses but one"
+        )
+    return bases[0]
+
+
+def _addresses_in(entry: str) -> list[tuple[str, str]]:
+    """(address, its origin for messages); `entry` is an address, or a file with addresses."""
+    if _is_address(entry):
+        return [(entry, f"judge.api_base={entry!r}")]
+    if not_a_file(entry):
+        raise ValueError(
+            f"judge.api_base={entry!r} is neither a URL (http://host:4877), nor host:port, nor a "
+            "file that exists; to have the run start a judge itself, set "
+            "judge.start_command"
+        )
+    where = f"judge.api_base: the file {Path(entry)}"
+    try:
+        text = read_text(entry, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    lines = [line.split() for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"{where} is empty; write the judge's URL into it")
+    # A comment may follow an address; a later line of several words without one is a comment.
+    addresses = [
+        parts[0] for parts in lines if parts is lines[0] or len(parts) == 1 or _is_address(parts[0])
+    ]
+    for address in addresses:
+        if not _is_address(address):
+            raise ValueError(f"{where}: {address[:80]!r} is neither a URL nor host:port")
+    return [(address, where) for address in addresses]
+
+
+def _is_address(text: str) -> bool:
+    return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
+
+
+def _normalise(url: str, where: str) -> str:
+    url = url if "://" in url else f"http://{url}"
+    without_scheme = url.partition("://")[2]
+    if "@" in without_scheme.partition("/")[0] or "?" in without_scheme or "#" in without_scheme:
+        # The message does not quote the URL, because it may contain a key.
+        raise ValueError(
+            "judge.api_base must be a plain URL without user, password or query: keys come from "
+            "the environment variable that judge.api_key_env names"
+        )
+    try:
+        parts = urlsplit(url)
+        segments = [segment for segment in parts.path.split("/") if segment]
+        if segments[-2:] == ["chat", "completions"]:
+            segments = segments[:-2]
+        # A path that already contains a version (/v1beta/openai) is kept as it is.
+        if not any(_VERSION.fullmatch(segment) for segment in segments):
+            segments.append("v1")
+        base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+        parsed = httpx.URL(base)
+        # `port` raises ValueError beyond 65535.
+        if parsed.scheme not in ("http", "https") or not parsed.raw_host or parts.port == 0:
+            raise ValueError(f"{base!r} has no http:// or https://, or no host or port")
+    except (ValueError, httpx.InvalidURL) as error:
+        reason = excerpt(str(error), MAX_REASON_CHARS)
+        raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
+    return base
+
+
+def is_loopback(api_base: str) -> bool:
+    host = urlsplit(api_base).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def auth_header(api_key_env: str) -> dict[str, str]:
+    """The HTTP header with the judge's key; {} for a judge without a key.
+
+    Registers the variable as a secret, whatever its name. Raises ValueError if it is not set, or
+    if its value is too short for a key or not allowed in a header.
+    """
+    if not api_key_env:
+        return {}
+    remember(api_key_env)
+    key = os.environ.get(api_key_env, "").strip()
+    if not key:
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, which is not in the environment: "
+            f"export {api_key_env}=..., or set judge.api_key_env: '' for a judge without key"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, whose value is not valid in an HTTP header: "
+            f"it has a line end or a non-ASCII character. Copy the key again into {api_key_env}"
+        )
+    if len(key) < MIN_CHARS and not is_placeholder(key):
+        raise ValueError(
+            f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: a "
+            f"key of fewer than {MIN_CHARS} cannot be removed from the logs safely, since ordinary "
+            f"words may contain it. Copy the whole key into {api_key_env}; for a keyless judge set "
+            f"judge.api_key_env: '', or {api_key_env}=EMPTY"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+LOGPROBS_REMEDY = (
+    "Remedy: this reward reads the log-probs of the judge's first token (logprobs, top_logprobs), "
+    "which vLLM's server returns and some hosted models do not, above all those that think first. "
+    "Serve judge.model with vLLM, choose another, or use a reward that reads written scores "
+    "('viescore', 'rubric')."
+)
+
+
+def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
+    """What the user can do about an HTTP refusal. `location`: target of a redirect."""
+    if status in (401, 403):
+        setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
+        return (
+            "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
+            f"({setting})."
+        )
+    if status == 402:
+        return "Remedy: pay for this endpoint, or set judge.api_base to another one."
+    if status == 407:
+        return "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY)."
+    if status == 429:
+        return (
+            f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
+            "each rank), or a higher quota; wait, or pay, if the quota is used up."
+        )
+    if status == 404:
+        return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
+    if location is not None:
+        return f"Remedy: set judge.api_base to where it points ({location})."
+    return (
+        "Remedy: this endpoint does not accept the request. It needs a vision-language model "
+        f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
+        "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
+        "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
+        f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
+    )
+
+
+# ---- http ----------------------------------------------------------------------------------------
+# One HTTP request to a judge: bounded in size and time, never inflated, never redirected.
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
@@ -225,3 +417,278 @@ def _proxy_for(url: str) -> str | None:
     if not proxy or proxy_bypass(parts.netloc):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+# ---- dialect -------------------------------------------------------------------------------------
+# Learns from error messages which optional parameters an endpoint does not accept.
+
+CONTENT = "<content>"
+"""Placeholder for the question's parts in a request's parameters."""
+RENAMED = {"max_tokens": "max_completion_tokens"}
+"""Parameter -> the name to try before it is left out."""
+NAMES = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_completion_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "seed": "seed",
+    "response_format": r"response_format|json[ _]?schema|structured[ _]outputs?|guided[ _]\w+",
+}
+"""Optional parameter -> how an error page names it."""
+LENGTHS = frozenset({"max_tokens", "max_completion_tokens"})
+REFUSING_STATUSES = frozenset({400, 422, 500, 501})
+"""Including 500: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
+
+_REFUSAL = re.compile(
+    r"unsupported|unrecogni[sz]ed|unknown|unexpected|unavailable|deprecated|"
+    r"extra_forbidden|extra inputs|extra fields|cannot find field|"
+    r"(?:\bnot|n't)(?: \w+)? (?:support|permit|allow|recogni[sz]e|accept|available|implement)|"
+    r"cannot (?:both )?be (?:used|set|specified)"
+)
+_VALUE_REFUSAL = re.compile(
+    # A model with one fixed sampling setting; a range without the value that is 'off' elsewhere.
+    r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
+)
+"""Not applied to `LENGTHS`: a length above the context limit is not a refusal of the parameter."""
+_SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One question as it is sent to an endpoint that accepts every parameter."""
+
+    parameters: Mapping[str, Any]
+    """Fields of the request's body; the content of its one message is `[CONTENT]`."""
+    content: Sequence[bytes]
+    """JSON of the message's parts."""
+
+    @cached_property
+    def key(self) -> str:
+        """Journal key of the reply; it does not depend on which parameters an endpoint refuses."""
+        return hashlib.sha256(self.body(set())).hexdigest()
+
+    def sent(self, without: Set[str]) -> dict[str, Any]:
+        """The parameters to send to an endpoint that does not accept those in `without`."""
+        sent = {name: value for name, value in self.parameters.items() if name not in without}
+        for old, new in RENAMED.items():
+            if old in without and old in self.parameters and new not in without:
+                sent[new] = self.parameters[old]
+        return sent
+
+    def body(self, without: Set[str]) -> bytes:
+        # Pictures are megabytes: they are inserted as they are, not escaped for each question.
+        text = json.dumps(self.sent(without)).encode()
+        before, _, after = text.partition(json.dumps(CONTENT).encode())
+        return b"".join([before, b", ".join(self.content), after])
+
+
+@dataclass
+class Dialect:
+    """What one endpoint does not accept. If it has accepted a parameter before, a refusal is taken
+    to concern only that value."""
+
+    names: set[str] = field(default_factory=set)
+    values: set[tuple[str, str]] = field(default_factory=set)
+    """(name, value as JSON)."""
+    taken: set[str] = field(default_factory=set)
+    """Parameters that the endpoint has accepted."""
+    model_names: list[str] = field(default_factory=list)
+    """Models other than `judge.model` that its replies have named."""
+    proven: Request | None = None
+    """The last request that got a reply."""
+
+    def without(self, request: Request) -> frozenset[str]:
+        """The parameters to leave out of `request`."""
+        values = request.parameters.items()
+        refused = {name for name, value in values if (name, json.dumps(value)) in self.values}
+        return frozenset(self.names | refused)
+
+    def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
+        """Remember the parameters left out of an answered `request`; returns the new ones."""
+        if not 200 <= status < 300:
+            return set()
+        learnt = set(without - self.without(request))
+        for name in learnt:
+            if name in self.taken and name in request.parameters:
+                self.values.add((name, json.dumps(request.parameters[name])))
+            else:
+                self.names.add(name)
+        self.taken |= request.sent(without).keys() & NAMES.keys()
+        return learnt
+
+
+def in_words(news: Set[str], without: Set[str]) -> str:
+    """'takes no seed, and max_completion_tokens for max_tokens'."""
+    renamed = {old for old, new in RENAMED.items() if old in news and new not in without}
+    parts = [f"no {name}" for name in sorted(news - renamed)]
+    return "takes " + " and ".join([*parts, *(f"{RENAMED[old]} for {old}" for old in renamed)])
+
+
+def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
+    """Which of the optional parameters in `sent` an answer refuses; usually none."""
+    if status not in REFUSING_STATUSES:
+        return set()
+    # Undo the escaped quotes and line ends of JSON that is nested in JSON.
+    text = re.sub(r"\\+u00(?:22|27|60)", "'", page.decode("utf-8", "replace"))
+    text = re.sub(r"\\+n", "\n", text).replace("\\", "").lower()
+    refused: set[str] = set()
+    for sentence in _SENTENCE_END.split(text):
+        is_refusal = bool(_REFUSAL.search(sentence))
+        if not is_refusal and not _VALUE_REFUSAL.search(sentence):
+            continue
+        mentioned = {
+            name
+            for name, pattern in NAMES.items()
+            if name in sent and re.search(rf"(?<!\w)(?:{pattern})(?!\w)", sentence)
+        }
+        if not is_refusal:
+            mentioned -= LENGTHS
+        # The endpoint takes only one of the two: drop top_p, whose value 1.0 has no effect.
+        if "top_p" in mentioned and "both" in sentence:
+            mentioned -= {"temperature"}
+        refused |= mentioned
+    return refused
+
+
+# ---- journal -------------------------------------------------------------------------------------
+# Journals the judge's replies: a resumed iteration asks only for those that it lacks.
+
+log = logging.getLogger(__name__)
+
+
+class ReplyJournal:
+    """Key -> raw reply; the first reply under a key is kept."""
+
+    def __init__(self, path: Path) -> None:
+        path = current_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._replies = _load(path)
+        self._path = path
+        self._has_warned = False
+        self._failed: set[str] = set()
+        """Keys of the replies to questions for which no reply was usable."""
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
+
+    def get(self, key: str) -> str | None:
+        return self._replies.get(key)
+
+    def put(self, key: str, reply: str) -> str:
+        """Write the reply to disk; returns it as stored, which is what a resumed run reads."""
+        kept = self._replies.setdefault(key, scrub(reply))
+        self._write(key, kept)
+        return kept
+
+    def note_failed(self, keys: Iterable[str]) -> None:
+        """Remember that the replies under `keys` did not answer their question."""
+        self._failed.update(keys)
+
+    def drop_unusable(self) -> None:
+        """Drop the replies that `note_failed` noted: they are requested again, also on resume."""
+        while self._failed:
+            key = self._failed.pop()
+            if self._replies.pop(key, None) is not None:
+                self._write(key, None)
+
+    def _write(self, key: str, reply: str | None) -> None:
+        """Append an entry; `reply` None cancels the file's earlier entry under that key."""
+        try:
+            append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
+        except Exception as error:  # whatever the error, the reply is in memory
+            if not self._has_warned:
+                self._has_warned = True
+                reason = getattr(error, "strerror", None) or repr(error)
+                log.warning(
+                    "%s: %s; replies that are not saved will be asked for again after a restart",
+                    self._path,
+                    reason,
+                )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _load(path: Path) -> dict[str, str]:
+    lines = lines_of(path)
+    if lines and not lines[-1].endswith(b"\n"):
+        # A process killed while writing leaves half a line; the next line must not join it.
+        with open(path, "r+b", opener=private) as file:
+            file.truncate(sum(map(len, lines[:-1])))
+        lines.pop()
+    replies: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        match row_of(line):
+            case {"key": str(key), "reply": str(reply)}:
+                replies.setdefault(key, reply)
+            case {"key": str(key), "reply": None}:
+                replies.pop(key, None)
+            case _:
+                log.warning("%s line %d is not an entry; its question is asked again", path, number)
+    return replies
+
+
+# ---- background ----------------------------------------------------------------------------------
+# Runs asyncio coroutines in a daemon thread, so that judging goes on while the caller renders.
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 10.0
+POLL_S = 0.5
+
+
+class StoppedError(Exception):
+    """The process was asked to stop before the coroutine ended."""
+
+
+class BackgroundLoop:
+    """Runs coroutines until `close()`. Use one per process: an httpx pool works in one loop."""
+
+    def __init__(self, name: str = "background-loop") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coro` in the loop; its result, exception or cancellation arrives in the future.
+
+        Raises RuntimeError after `close()`.
+        """
+        if self._loop.is_closed():
+            coro.close()
+            raise RuntimeError("this BackgroundLoop is closed: submit before close()")
+        return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def run(self, coro: Coroutine[Any, Any, T], should_stop: Callable[[], bool]) -> T:
+        """The result of `coro`. Raises StoppedError, and cancels it, once `should_stop()` holds."""
+        future = self.submit(coro)
+        while not wait([future], timeout=POLL_S).done:
+            if should_stop():
+                future.cancel()
+                raise StoppedError
+        return future.result()
+
+    def close(self) -> None:
+        """Cancel all coroutines, wait at most `JOIN_TIMEOUT_S` for them, and stop the thread. Does
+        nothing a second time."""
+        if self._loop.is_closed():
+            return
+        with suppress(TimeoutError):  # a coroutine that ignores its cancellation
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_TIMEOUT_S)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()  # a thread may hang; close() has a timeout

@@ -1,13 +1,26 @@
-"""Parses a judge's reply, which is untrusted: exactly the requested numbers, or unreadable."""
+"""What a judge is asked, and what its reply says."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from rl.printing import scrub, without_lone_surrogates
+from PIL import Image
+
+from rl.config.loading import read_text
+from rl.files import downscale, over_white, padded, png_bytes
+from rl.printing import excerpt, scrub, without_lone_surrogates
+
+# ---- reply ---------------------------------------------------------------------------------------
+# Parses a judge's reply, which is untrusted: exactly the requested numbers, or unreadable.
 
 MAX_REPLY_CHARS = 100_000
 MAX_TOKEN_CHARS = 40
@@ -264,3 +277,110 @@ def number_in(value: Any, name: str, low: float, high: float) -> float:
     if not low <= value <= high:
         raise UnreadableReplyError(f'"{name}" outside {low:g}..{high:g}')
     return float(value)
+
+
+# ---- question ------------------------------------------------------------------------------------
+# Reads and fills prompt files, and encodes the texts and pictures of a question.
+
+INSTRUCTION = "{instruction}"
+"""The one placeholder of a prompt file."""
+
+MIN_SIDE_PX = 28
+"""Qwen2-VL's picture processors fail on a shorter side, and so do judges that are built on them."""
+MAX_PROMPT_BYTES = 100_000
+MAX_PATH_CHARS = 300
+
+
+def read_prompt(path: str, default: Path | None, key: str) -> str:
+    """The text of the prompt file `path`, or of the file `default` if `path` is ''.
+
+    Raises ValueError naming `key` if `path` cannot be used, or lacks the `{instruction}` that
+    `default` has. A prompt without default must have it.
+    """
+    text = default_text = default.read_text(encoding="utf-8").strip() if default else INSTRUCTION
+    if path:
+        try:
+            text = read_text(path, MAX_PROMPT_BYTES).strip()
+        except ValueError as error:
+            name = excerpt(path, MAX_PATH_CHARS)
+            raise ValueError(f"{key}: the prompt file {name} {error}") from None
+    if not text:
+        raise ValueError(f"{key}: the prompt file {path} is empty")
+    if INSTRUCTION in default_text and INSTRUCTION not in text:
+        raise ValueError(
+            f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the instruction goes"
+        )
+    return text
+
+
+def fill_prompt(text: str, instruction: str) -> str:
+    """`text` with the user's instruction inserted. The '<' of the file's tags (`</instruction>`) is
+    escaped in it, so that it cannot close a tag. Other braces of `text` (JSON examples) stay."""
+    for tag in set(re.findall(r"</?(\w+)>", text)):
+        instruction = re.sub(rf"(?i)<(?=\s*/?\s*{tag}\b)", "&lt;", instruction)
+    return text.replace(INSTRUCTION, instruction)
+
+
+def picture_part(image: Image.Image, side_px: int) -> bytes:
+    """The picture as JSON, in PNG: JPEG would add artefacts, which the judge might penalise. Its
+    longer side is at most `side_px`; a side below `MIN_SIDE_PX` is padded with white."""
+    if max(image.size) > side_px or min(image.size) < MIN_SIDE_PX:
+        image = padded(downscale(over_white(image), side_px), MIN_SIDE_PX)
+    url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
+    return json.dumps({"type": "image_url", "image_url": {"url": url}}).encode()
+
+
+async def encoded(part: str | Image.Image, side_px: int) -> bytes:
+    """A part of a question as JSON for a request; a picture is encoded in a thread."""
+    if isinstance(part, str):
+        return json.dumps({"type": "text", "text": part}).encode()
+    return await asyncio.to_thread(picture_part, part, side_px)
+
+
+# ---- labels --------------------------------------------------------------------------------------
+# Scores from the probabilities of one-token labels (Edit-R1, 2510.16888; Z-Reward, 2606.09076).
+
+DIGITS = tuple("0123456789")
+"""Labels of the scores 0 to 9."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The judge's distribution over the labels."""
+
+    probs: tuple[float, ...]
+    """Of the scores 0, 1, ..., renormalised to sum to 1."""
+    legal_mass: float
+    """Sum of the labels' probabilities before that, 0..1."""
+
+    @property
+    def entropy(self) -> float:
+        """-sum p ln p, nats, 0 to ln len(probs)."""
+        return -math.fsum(prob * math.log(prob) for prob in self.probs if prob > 0)
+
+
+def expected_minimum(*distributions: Distribution) -> float:
+    """E[min(a, b, ...)] = sum over t >= 1 of P(a >= t) P(b >= t) ..., for independent scores with
+    these distributions; of one score, its mean. (min(E[a], E[b]) would be larger.)"""
+    at_least = [tuple(accumulate(reversed(d.probs)))[::-1] for d in distributions]
+    return math.fsum(math.prod(tails) for tails in list(zip(*at_least, strict=True))[1:])
+
+
+def read_distribution(reply: str, labels: Sequence[str], min_legal_mass: float) -> Distribution:
+    """The distribution in a reply to a question with labels. A label without a log-prob counts as
+    0: it is less likely than all tokens that were returned.
+
+    Raises `UnreadableReplyError`, also if less than `min_legal_mass` is on the labels: the judge
+    then wanted to write something else, such as a sentence.
+    """
+    logprobs = json_object(reply).get("logprobs")
+    if not isinstance(logprobs, dict) or not logprobs.keys() <= set(labels):
+        raise UnreadableReplyError('no log-probs of the labels under "logprobs"')
+    found = {label: math.exp(logprob_in(value)) for label, value in logprobs.items()}
+    mass = math.fsum(found.values())
+    if mass > 1 + LOGPROB_ROUNDING * len(labels):
+        raise UnreadableReplyError("log-probs whose probabilities sum to more than 1")
+    if mass < min_legal_mass:
+        share = f"{mass:.3g} of the first token's probability is on the labels"
+        raise UnreadableReplyError(f"{share}, less than min_legal_mass={min_legal_mass:g}")
+    return Distribution(tuple(found.get(label, 0.0) / mass for label in labels), min(1.0, mass))

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from rl.config.schema import JudgeConfig
 from rl.files import private, write_atomically
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import MAX_FILE_BYTES, is_loopback, resolve_api_base
 from rl.judge.guard import GRACE_S
+from rl.judge.http import MAX_FILE_BYTES, is_loopback, resolve_api_base
 from rl.printing import environment_without, excerpt
 from rl.ranks.dist import INIT_METHOD
 

@@ -1,29 +1,359 @@
-"""Runs an iteration's forwards, backwards and optimizer steps, each as early as possible.
-
-Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
-completion tokens, right-padded.
-"""
+"""One optimizer step: forward with kept graphs, losses, backward in a fixed order, metrics."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
+from typing import Any, Protocol
 
 import torch
 
-from rl.algorithm.grpo import loss_named, objective
+from rl.algorithm.grpo import (
+    Mismatch,
+    Objective,
+    effective_sample_share,
+    kl_per_token,
+    loss_named,
+    mismatch,
+    objective,
+)
 from rl.algorithm.metrics import Metrics
 from rl.api.loss import Denominators, LossInputs, divisor
 from rl.api.policy import Policy
-from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
+from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import AlgorithmConfig, RunConfig
 from rl.learner.backends import Backend, StepOutcome
-from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
-from rl.learner.step_metrics import LearnerMetrics, on_device
-from rl.ranks.dist import Dist
+from rl.meter import seconds_between, time_mark
+from rl.ranks.dist import Dist, is_sharded
+
+# ---- micro batches -------------------------------------------------------------------------------
+# Packs a rank's groups into micro-batches, keeps ranks in step, and runs forwards without graphs.
+#
+# Axes: `_P` prompts on this rank, `_G` completions of a prompt.
+
+Member = tuple[int, int]
+"""(p, g): completion g of this rank's prompt p."""
+FILLER: Member = (-1, 0)
+"""A row without loss that keeps this rank in step with the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows of one packed forward: whole groups, as many as the token budget takes."""
+
+    rows: tuple[Row, ...]
+    members: tuple[Member, ...]
+    """The completion that each row belongs to."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the packed row, which holds each group's prompt once."""
+        prompts = {id(prompt): len(prompt.token_ids) for prompt, _ in self.rows}
+        return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
+
+    def rows_of(self, members: Sequence[Member]) -> list[Row]:
+        row_of = dict(zip(self.members, self.rows, strict=True))
+        return [row_of[member] for member in members]
+
+
+def pack_groups(
+    prompts_P: Sequence[Prompt],
+    ids_PG: Sequence[Sequence[Sequence[int]]],
+    max_tokens: int,
+    groups: range | None = None,
+    num_sampled_P: Sequence[int] | None = None,
+) -> list[MicroBatch]:
+    """Pack `groups` (None: all), in order, into micro-batches of at most `max_tokens`.
+
+    A longer group is split between completions; a longer completion gets a micro-batch of its own.
+    `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
+    are paired with the prompt's `plain`.
+    """
+    packs: list[list[tuple[Row, Member]]] = []
+    size = 0
+    for p in range(len(prompts_P)) if groups is None else groups:
+        num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
+        group = tuple(
+            (prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids)
+            for g, ids in enumerate(ids_PG[p])
+        )
+        if not packs or size + MicroBatch(group, ()).num_tokens > max_tokens:
+            packs.append([])
+            size = 0
+        for g, (prompt, ids) in enumerate(group):
+            more = len(ids)
+            if not packs[-1] or packs[-1][-1][0][0] is not prompt:
+                more += len(prompt.token_ids)
+            if packs[-1] and size + more > max_tokens:
+                packs.append([])
+                size = 0
+                more = len(ids) + len(prompt.token_ids)
+            size += more
+            packs[-1].append(((prompt, ids), (p, g)))
+    return [
+        MicroBatch(tuple(row for row, _ in pack), tuple(member for _, member in pack))
+        for pack in packs
+        if pack
+    ]
+
+
+def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
+    """Ranges of group numbers, in order, as even as possible; some may be empty."""
+    bounds = [num_groups * i // num_minibatches for i in range(num_minibatches + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def in_lockstep(
+    micro_batches: Sequence[MicroBatch], filler: Row | None, dist: Dist
+) -> list[MicroBatch]:
+    """The micro-batches, padded with fillers to the largest number on any rank. Collective."""
+    missing = dist.max_int(len(micro_batches)) - len(micro_batches)
+    if not missing:
+        return list(micro_batches)
+    assert filler is not None, "some rank has a row"
+    return [*micro_batches, *(MicroBatch((filler,), (FILLER,)) for _ in range(missing))]
+
+
+def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
+    """The row to use in fillers: this rank's first row or, if this rank has none, another rank's;
+    None if no rank has a row. Collective."""
+    first_row = rows[0] if rows else None
+    if not dist.any(first_row is None):
+        return first_row
+    portable = None
+    if first_row is not None:
+        prompt = first_row[0]
+        # Keeps the forward's picture inputs, because every rank must run the vision tower.
+        sample = replace(prompt.sample, sources=(), target=None)
+        plain = prompt.without_thought and replace(prompt.without_thought, sample=sample)
+        portable = (replace(prompt, sample=sample, without_thought=plain), first_row[1])
+    gathered = [row for row in dist.gather(portable) if row is not None]
+    return first_row or (gathered[0] if gathered else None)
+
+
+def by_member(
+    micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
+) -> dict[Member, list[float]]:
+    """Completion -> its [T] log-probs, without padding."""
+    values_BC = outputs.logprobs.detach().tolist()
+    rows = micro_batch.rows_of(members)
+    return {
+        member: values_C[: len(ids)]
+        for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
+    }
+
+
+class Forwards(Protocol):
+    """A batch's micro-batches, and the forward over each."""
+
+    collective: bool
+    """Whether every rank must take part in each forward (ZeRO-3 gathers weights). If so, all
+    forwards run before any work that ranks do at their own pace."""
+
+    @property
+    def micro_batches(self) -> Sequence[MicroBatch]: ...
+
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        """The forward whose hidden states `decode_actions` reads, if the policy `reads_states`."""
+        ...
+
+
+class Inference:
+    """Runs forwards without a graph, with the module in evaluation mode."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts_P: Sequence[Prompt],
+        ids_PG: Sequence[Sequence[Sequence[int]]],
+        max_tokens: int,
+        dist: Dist,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        num_sampled_P: Sequence[int] | None = None,
+    ) -> None:
+        """`weights`: context manager around each forward, such as the policy's `reference`.
+        `num_sampled_P`: as in `pack_groups`. Collective if `self.collective`."""
+        self._policy = policy
+        self._weights = weights
+        self.collective = is_sharded(policy.module)
+        micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, num_sampled_P=num_sampled_P)
+        if self.collective:
+            rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
+            micro_batches = in_lockstep(micro_batches, shared_filler(rows, dist), dist)
+        self.micro_batches: Sequence[MicroBatch] = micro_batches
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        return self._run(self._policy.collate(micro_batch.rows))
+
+    def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
+        rows = micro_batch.rows
+        return self._run(self._policy.collate_states(rows) or self._policy.collate(rows))
+
+    def _run(self, batch: TokenBatch) -> tuple[TokenBatch, TokenOutputs]:
+        module = self._policy.module
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad(), self._weights():
+                return batch, module(batch)
+        finally:
+            module.train(was_training)
+
+
+# ---- step metrics --------------------------------------------------------------------------------
+# Collects the metrics of one iteration's updates over their micro-batches.
+
+
+def on_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Copy a CPU tensor to the device of `like` without waiting for the GPU's earlier work."""
+    return tensor.to(like.device, non_blocking=True)
+
+
+@dataclass
+class LearnerMetrics:
+    device: str = "cpu"
+    metrics: Metrics = field(default_factory=Metrics)
+    num_applied: int = 0
+    num_skipped: int = 0
+    num_tokens: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Phase -> the marks (`time_mark`) of its starts and ends."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Losses of the current step, still divided by the planned denominators."""
+    _measured: list[tuple[list[str], int, torch.Tensor]] = field(default_factory=list)
+    """Per micro-batch: names, number of tokens, values (float64, on the device)."""
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """On a GPU: the time in which it does the work that is queued inside."""
+        start = time_mark(self.device)
+        yield
+        self.spans[phase].append((start, time_mark(self.device)))
+
+    def measure(
+        self,
+        inputs: LossInputs,
+        loss: Objective,
+        reference: torch.Tensor | None,
+        entropy: torch.Tensor,
+        importance_cap: float,
+        masks_B: Sequence[Sequence[bool]],
+    ) -> None:
+        """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats; `masks_B`: its loss
+        masks. The values stay on the device; the host waits for them once per step."""
+        values = {
+            "loss/total": loss.total, "loss/policy": loss.policy_loss, "loss/kl": loss.kl_loss
+        }  # fmt: skip
+        tokens_N2 = [
+            (b, c) for b, mask in enumerate(masks_B) for c, is_in in enumerate(mask) if is_in
+        ]
+        if tokens_N2:
+            values |= self._token_values(
+                inputs, loss, reference, entropy, importance_cap, tokens_N2
+            )
+        vector = torch.stack([value.detach().double() for value in values.values()])
+        self._measured.append((list(values), len(tokens_N2), vector))
+
+    @staticmethod
+    def _token_values(
+        inputs: LossInputs,
+        loss: Objective,
+        reference: torch.Tensor | None,
+        entropy: torch.Tensor,
+        importance_cap: float,
+        tokens_N2: Sequence[tuple[int, int]],
+    ) -> dict[str, torch.Tensor]:
+        """Metric or sum -> its value over the tokens that carry loss, given as (row, column)."""
+        rows, columns = on_device(torch.tensor(tokens_N2).T.contiguous(), entropy)
+        ratio = loss.policy.ratio[rows, columns]
+        importance = loss.importance[rows, columns]
+        old, sampler = (x[rows, columns] for x in (inputs.old_logprobs, inputs.sampler_logprobs))
+        values = {
+            "policy/entropy": entropy[rows, columns].mean(),
+            "policy/clip_fraction": loss.policy.clipped[rows, columns].float().mean(),
+            "policy/ratio_mean": ratio.mean(),
+            "policy/ratio_max": ratio.max(),
+            **dict(zip(Mismatch._fields, mismatch(old, sampler), strict=True)),
+            "mismatch/weight_mean": importance.mean(),
+            "mismatch/weight_capped": (importance >= importance_cap).float().mean(),
+        }
+        if reference is not None:
+            logprobs = inputs.logprobs.detach()
+            for estimator in ("k1", "k3"):
+                kl = kl_per_token(logprobs, reference, estimator)[rows, columns]
+                values[f"kl/reference_{estimator}"] = kl.mean()
+        return values
+
+    def _fetch(self) -> None:
+        """Fetch the values measured since the last call in one copy; add them to `metrics`."""
+        if not self._measured:
+            return
+        fetched = iter(torch.cat([vector for *_, vector in self._measured]).tolist())
+        for names, num_tokens, _ in self._measured:
+            values = dict(zip(names, fetched))  # noqa: B905 - values of later micro-batches follow
+            for name in ("total", "policy", "kl"):
+                self.losses[name] = self.losses.get(name, 0.0) + values.pop(f"loss/{name}")
+            if not num_tokens:
+                continue
+            self.metrics.total("tokens/trained", num_tokens)
+            self.num_tokens += num_tokens
+            self.metrics.maximum("policy/ratio_max", values.pop("policy/ratio_max"))
+            self.metrics.maximum("mismatch/max_abs_dlogp", values.pop("max_abs_dlogp"))
+            self.weight += values.pop("weight")
+            self.weight_squared += values.pop("weight_squared")
+            for estimator in ("k1", "k3"):
+                values[f"mismatch/{estimator}"] = values.pop(estimator) / num_tokens
+            for name, value in values.items():
+                self.metrics.add(name, value, num_tokens)
+        self._measured.clear()
+
+    def add_rise(self, products: Sequence[float], dist: Dist) -> None:
+        """Add `policy/rise` and its standard error. `products`: nats, one per completion of this
+        rank whose reward differs from its group's mean. Collective."""
+        total, squares, num = dist.sum_floats(
+            [sum(products), sum(x * x for x in products), len(products)]
+        )
+        if num > 1:
+            mean = total / num
+            variance = max(0.0, squares / num - mean**2)
+            self.metrics.maximum("policy/rise", mean)
+            self.metrics.maximum("policy/rise_error", (variance / (num - 1)) ** 0.5)
+
+    def close_step(self, gradient_scale: float, num_steps: int) -> None:
+        """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
+        self._fetch()
+        for name, value in self.losses.items():
+            self.metrics.total(f"loss/{name}", value * gradient_scale / num_steps)
+        self.losses.clear()
+
+    def report(self, learning_rate: float, dist: Dist) -> Metrics:
+        """All metrics, including those computed from sums over all ranks. Collective."""
+        metrics = self.metrics
+        metrics.add("optimizer/learning_rate", learning_rate)
+        num_tokens, weight, squared = dist.sum_floats(
+            [self.num_tokens, self.weight, self.weight_squared]
+        )
+        if num_tokens:
+            metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
+        metrics.maximum("optimizer/steps", self.num_applied)
+        metrics.maximum("optimizer/skipped_steps", self.num_skipped)
+        for phase, spans in self.spans.items():
+            metrics.maximum(f"seconds/{phase}", sum(seconds_between(*span) for span in spans))
+        return metrics
+
+
+# ---- train step ----------------------------------------------------------------------------------
+# Runs an iteration's forwards, backwards and optimizer steps, each as early as possible.
+#
+# Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
+# completion tokens, right-padded.
 
 log = logging.getLogger(__name__)
 

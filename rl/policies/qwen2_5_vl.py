@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rl.api.types import Completion, Prompt
-from rl.policies.qwen_vl.qwen_vl_loading import Config
 from rl.policies.qwen_vl.qwen_vl_policy import EMPTY_COMPLETION, TEXT_POSITIONS, QwenVL
+from rl.policies.qwen_vl.qwen_vl_prompts import Config
 
 __all__ = ["Config", "Qwen25VL"]
 

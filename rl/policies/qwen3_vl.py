@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.policies.qwen_vl.qwen_vl_loading import Config
-from rl.policies.qwen_vl.qwen_vl_pictures import Tower
 from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
+from rl.policies.qwen_vl.qwen_vl_prompts import Config, Tower
 
 if TYPE_CHECKING:
     import torch

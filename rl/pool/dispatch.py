@@ -1,4 +1,4 @@
-"""Sends batches of render jobs to workers, and again elsewhere if a worker dies."""
+"""The renderer in actors of a Ray cluster: batches go out, and come back or are drawn here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from PIL.Image import Image
 
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.console import duration, warn
-from rl.pool import wire
+from rl.pool import pool_worker
 from rl.ranks import heartbeat, signals
-from rl.renderers.shared.batches import OUT_OF_MEMORY, Fits, batches_of
+from rl.renderers.shared.diffusion_loop import OUT_OF_MEMORY, Fits, batches_of
+
+if TYPE_CHECKING:
+    pass
+
+# ---- dispatch ------------------------------------------------------------------------------------
+# Sends batches of render jobs to workers, and again elsewhere if a worker dies.
 
 POLL_S = 0.5
 LOOK_AT_WORKERS_S = 2.0
@@ -46,7 +52,7 @@ class Workers(Protocol):
     def call(self, worker: str, method: str, *arguments: Any) -> Any:
         """Start a call of a `Worker` method; does not wait."""
 
-    def put(self, message: wire.Message) -> Any:
+    def put(self, message: pool_worker.Message) -> Any:
         """Store a message once; the returned value is an argument for several calls."""
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
@@ -246,7 +252,7 @@ class Dispatcher:
     def prepare(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Sample]:
         """Have a worker call the renderer's `encode_sources` or `decode_sources`. Raises ValueError
         if that does, RuntimeError if no worker answers."""
-        message = self.workers.put(wire.packed_samples(samples))
+        message = self.workers.put(pool_worker.packed_samples(samples))
         batch = Batch(None, [0], [], message, "prepare", (method, *arguments))
         [(_, made)] = self._drawn(iter([batch]))
         if isinstance(made, RenderFailure):
@@ -254,8 +260,8 @@ class Dispatcher:
                 return list(samples)  # the caller sees the signal
             raise RuntimeError(f"render_pool: no worker answers {method} ({made.reason})")
         return [
-            replace(sample, **{name: getattr(prepared, name) for name in wire.PREPARED})
-            for sample, prepared in zip(samples, wire.unpacked_samples(made), strict=True)
+            replace(sample, **{name: getattr(prepared, name) for name in pool_worker.PREPARED})
+            for sample, prepared in zip(samples, pool_worker.unpacked_samples(made), strict=True)
         ]
 
     def take_metrics(self) -> dict[str, float]:
@@ -278,7 +284,7 @@ class Dispatcher:
     def _here(self, batch: Batch, queue: deque[Batch]) -> Iterator[tuple[int, Any]]:
         assert self._draw_here is not None
         outcomes = self._draw_here(batch.jobs)
-        packed = wire.packed_outcomes(outcomes)
+        packed = pool_worker.packed_outcomes(outcomes)
         if _lacked_memory(packed):
             yield from self._smaller(batch, packed, queue)
             return
@@ -295,7 +301,7 @@ class Dispatcher:
         rank's reference was first, which this worker has not drawn yet."""
         if self.reference is not None or any(isinstance(each, tuple) for each in packed):
             return True
-        found = Reference(self._message(batch), wire.digests(packed), facts)
+        found = Reference(self._message(batch), pool_worker.digests_of(packed), facts)
         self.reference = self.workers.agree(found) or found
         is_equal = list(self.reference.digests) == found.digests
         for name, each in self._states.items():
@@ -329,7 +335,7 @@ class Dispatcher:
 
     def _message(self, batch: Batch) -> Any:
         if batch.message is None:
-            packed = wire.packed_jobs(batch.jobs)
+            packed = pool_worker.packed_jobs(batch.jobs)
             self.num_bytes += sum(array.nbytes for array in packed["arrays"])
             batch.message = self.workers.put(packed)
         return batch.message
@@ -398,7 +404,7 @@ class Dispatcher:
         self.num_remote += len(outcomes)
         self.num_bytes += sum(each.nbytes for each in outcomes if hasattr(each, "nbytes"))
         for number, packed in zip(batch.numbers, outcomes, strict=True):
-            outcome = wire.unpacked_outcome(packed)
+            outcome = pool_worker.unpacked_outcome(packed)
             if isinstance(outcome, Image):
                 outcome.info["drawn_by"] = done.worker
             yield number, outcome

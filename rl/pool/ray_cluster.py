@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rl.api.metric import Metric
+from rl.api.plugin import Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob, Sample
 from rl.config.schema import RAY_MISSING, RenderPoolConfig
 from rl.judge.server import NEEDED_SECRETS
-from rl.pool.dispatch import Reference, WorkerLostError
-from rl.pool.pool_worker import Worker, digest_of
+from rl.pool.dispatch import Dispatcher, Reference, WorkerLostError
+from rl.pool.pool_worker import Worker, digest_of, facts_of_code, facts_of_model, spec_of
 from rl.printing import environment_without, is_secret_name
+from rl.ranks.dist import resolve_device
 from rl.ranks.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -488,3 +493,91 @@ def _cause(error: Exception) -> str:
     """The error's class and the start of its last line, where Ray's messages name the cause."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:120] if lines else ''}"
+
+
+# ---- pooled renderer -----------------------------------------------------------------------------
+# A renderer whose pictures are drawn by a pool's workers.
+
+METRICS: Mapping[str, Metric] = {
+    "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
+    "pool_remote_share": Metric("0..1", "share of the pictures that the pool's workers drew"),
+    "pool_restarts": Metric("workers", "lost or restarted because they hung"),
+    "pool_queue": Metric("batches", "of a rank that no worker drew yet, mean while it waited"),
+    "pool_mb": Metric("MB", "sent to and from the workers, by each rank"),
+}
+
+
+class PooledRenderer(Renderer[Any]):
+    """Has the interface of the renderer that its workers run. Which batch a picture is drawn in
+    does not depend on the workers, so their number changes no bit."""
+
+    def __init__(self, plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> None:
+        """Connects to Ray and starts the workers, which load the renderer meanwhile. Raises
+        ValueError if the cluster cannot be used. `plugin`: the renderer's (`build.Plugin`);
+        `used`: the run's own devices."""
+        import torch
+
+        cls, config = plugin.cls, plugin.config
+        super().__init__(config, Resources(None, dist.device))
+        where = connect(pool.address, dist, used=used)
+        spec = spec_of(cls, config, torch.get_num_threads(), dist.device)
+        workers = RayWorkers(pool, spec)
+        self._cls, self._pool, self._dist = cls, pool, dist
+        self._here: Renderer[Any] | None = None
+        self._disconnect = disconnect
+        self._dispatcher = Dispatcher(
+            workers,
+            pool,
+            lambda job: cls.batch_of(config, job),
+            facts_of_code(spec),
+            first=dist.rank / dist.world_size,
+        )
+        workers.names()  # starts them
+        self.where = f"{workers.name} on {where}"
+
+    def wait(self) -> None:
+        """Wait until a worker has loaded the renderer, after loading it here too if the ranks draw.
+        Raises RuntimeError if no worker can."""
+        if self._pool.local:
+            resources = Resources(None, self._dist.device, may_split=False)
+            self._here = self._cls(self.config, resources)
+            device = resolve_device(getattr(self.config, "device", "auto"), self._dist.device)
+            self._dispatcher.draws_here(self._draw_here, facts_of_model(self._here, device))
+        self.state_dim = self._dispatcher.state_dim()
+
+    def _draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
+        assert self._here is not None
+        drawn = dict(self._here.render(jobs))
+        return [drawn[number] for number in range(len(jobs))]
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Any]]:
+        return self._dispatcher.render(jobs)
+
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        return self._prepared("encode_sources", samples, area_px)
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        return self._prepared("decode_sources", samples)
+
+    def _prepared(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Sample]:
+        if getattr(self._cls, method) is getattr(Renderer, method):
+            return list(samples)
+        if self._here is not None:
+            return list(getattr(self._here, method)(samples, *arguments))
+        return self._dispatcher.prepare(method, samples, *arguments)
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return self._dispatcher.take_metrics()
+
+    def close(self) -> None:
+        if self._here is not None:
+            self._here.close()
+        self._disconnect(self._dist.world_size)
+
+
+def pooled(plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> PooledRenderer:
+    """The renderer of `plugin` in a pool, with the metrics of both."""
+    metrics = {**plugin.cls.metrics, **METRICS}
+    members = {"metrics": metrics, "accepts": plugin.cls.accepts}
+    made: PooledRenderer = type("Pooled", (PooledRenderer,), members)(plugin, pool, dist, used)
+    return made

@@ -1,39 +1,347 @@
-"""Writes a run's config, metrics, episodes and pictures to the run folder."""
+"""The run folder: configs, metrics, episodes, pictures; set back to the checkpoint on a resume."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import pstdev
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock, Timeout
+from PIL.Image import Image, new
 
-from rl.api.types import Episode, Sample
+from rl.api.types import Episode, Sample, Status
 from rl.config.schema import RunConfig
+from rl.console import warn
 from rl.files import (
     append_line,
     digest,
+    downscale,
     hold,
     json_line,
+    lines_of,
+    over_white,
     png_bytes,
     private,
+    read_object,
     read_rows,
     release,
     require_not_moved,
+    row_of,
     write_atomically,
 )
 from rl.printing import remember, scrubbed
 from rl.ranks.dist import Dist
-from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
-from rl.record.thumbnails import GroupPictures, Thumbnails, interest
-from rl.record.writer import MAX_WAITING
+from rl.record.checkpoint import retry_until_space
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+# ---- rewind --------------------------------------------------------------------------------------
+# Moves records of iterations that a resumed run will repeat to `<run>/set_aside/<time>/`.
+
+SET_ASIDE = "set_aside"
+MAX_NUMBERS = 10
+ENTRY_NAMES = {
+    "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
+    "images": re.compile(r"it_(\d{6,})"),
+    "thumbnails": re.compile(r"it_(\d{6,})"),
+    "evaluation": re.compile(r"it_(\d{6,})"),
+}
+"""Folder of the run -> pattern of the names of its entries, one or more per iteration."""
+PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
+"""Name of a picture in a folder of `images`; the captured number is the rank."""
+
+
+def rewind(run_dir: Path, iteration: int) -> list[str]:
+    """Move all records after `iteration` (-1: all records), and unreadable lines of
+    metrics.jsonl, to a new folder; returns messages for the user."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = enumerate(lines_of(metrics), 1)
+    numbered = [(n, iteration_of(line), line) for n, line in lines if line.strip()]
+    later = [line for _, it, line in numbered if it is None or it > iteration]
+    kept = [line for _, it, line in numbered if it is not None and it <= iteration]
+    damaged = [str(number) for number, it, _ in numbered if it is None]
+    entries = {
+        name: sorted(entry for entry, it in _entries(run_dir / name).items() if it > iteration)
+        for name in ENTRY_NAMES
+    }
+    # A missing line of `iteration` itself is not reported, because it is written again.
+    missing = _missing(f"{metrics} has no line", range(iteration), map(iteration_of, kept))
+    if _is_recorded(run_dir, iteration):
+        last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
+        missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
+    if not later and not any(entries.values()):
+        return missing
+    name = time.strftime("%Y%m%d-%H%M%S")
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    folders = (run_dir / SET_ASIDE / name for name in names)
+    folder = next(path for path in folders if not path.exists())
+    folder.mkdir(parents=True)
+    if later:
+        write_atomically(folder / "metrics.jsonl", b"".join(later))
+        write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+    for name, paths in entries.items():
+        for entry in paths:
+            (folder / name).mkdir(exist_ok=True)
+            shutil.move(entry, folder / name)  # `move`: pictures may be on another disk
+    if (run_dir / "config.json").is_file():
+        shutil.copy2(run_dir / "config.json", folder)
+    counts = {"lines of metrics.jsonl": len(later) - len(damaged)}
+    counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
+    sentences = []
+    if listed := ", ".join(f"{num} {kind}" for kind, num in counts.items() if num):
+        reason = f"what was recorded after iteration {iteration} is done again, and"
+        if iteration < 0:
+            reason = (
+                "no iteration is in a checkpoint, so the run begins again from the base weights; "
+                "what was recorded before is"
+            )
+        sentences.append(f"{reason} set aside in {folder}: {listed}")
+    if damaged:
+        sentences.append(
+            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
+            f"set aside in {folder}"
+        )
+    return sentences + missing
+
+
+def _is_recorded(run_dir: Path, iteration: int) -> bool:
+    """Whether the run's config, as of its last start, records the episodes of `iteration`."""
+    try:
+        config = read_object(run_dir / "config.json")
+        every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
+        return iteration > 0 and iteration % every == 0
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        return False
+
+
+def _missing(subject: str, expected: range, present: Iterable[int | None]) -> list[str]:
+    """A message about iterations whose records are lost for good; [] if there are none."""
+    lost = sorted(set(expected).difference(present))
+    if not lost:
+        return []
+    numbers = ", ".join(map(str, lost[:MAX_NUMBERS])) + ", ..." * (len(lost) > MAX_NUMBERS)
+    return [f"{subject} of iteration {numbers}, which nothing makes again"]
+
+
+def iteration_of(line: bytes) -> int | None:
+    iteration = (row_of(line) or {}).get("iteration")
+    return iteration if type(iteration) is int else None
+
+
+def _entries(folder: Path) -> dict[Path, int]:
+    if not folder.is_dir():
+        return {}
+    matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}
+    return {entry: int(match[1]) for entry, match in matches.items() if match}
+
+
+# ---- writer --------------------------------------------------------------------------------------
+# Writes a run's files in the background: one thread per process writes them all in order.
+
+MAX_WAITING = 10
+"""Maximum number of queued jobs, which hold pictures and weights: enough for two iterations."""
+
+
+class BackgroundWriter:
+    """Each rank has its own; only the main thread may use it."""
+
+    def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
+        self._folder = folder
+        self._slots = threading.Semaphore(max_waiting + 1)
+        self._thread = ThreadPoolExecutor(1, "writer")
+        self._last: Future[None] | None = None
+        self._errors: deque[BaseException] = deque()
+        self._has_waited = False
+
+    def put(self, label: str, write: Callable[[], object]) -> Future[None]:
+        """Queue `write` behind all earlier jobs; the data it reads must not change any more. Blocks
+        while the queue is full. Raises an earlier job's error, once; `write` is queued even then.
+        The returned future is done once `write` has run."""
+        if not self._slots.acquire(blocking=False):
+            if not self._has_waited:
+                self._has_waited = True
+                warn(
+                    f"{self._folder}: the disk is slower than training, which waits for it (logged "
+                    "once; a smaller tracking.images_per_iteration writes less)"
+                )
+            self._slots.acquire()
+        earlier = self._errors.popleft() if self._errors else None
+        self._last = self._thread.submit(self._write, label, write)
+        if earlier is not None:
+            raise earlier
+        return self._last
+
+    def flush(self) -> None:
+        """Wait until all jobs have run. Raises the error of a failed job, once."""
+        self.drain()
+        self._raise_first()
+
+    def drain(self) -> None:
+        """Wait until all jobs have run; their errors are raised later."""
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Finish all queued jobs. Raises the error of a failed job, unless another error ends the
+        run."""
+        self.drain()
+        self._thread.shutdown()
+        if error is None:
+            self._raise_first()
+
+    def _raise_first(self) -> None:
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _write(self, label: str, write: Callable[[], object]) -> None:
+        try:
+            retry_until_space(write, self._folder, label)
+        except BaseException as error:  # a real KeyboardInterrupt reaches only the main thread
+            warn(f"{label} could not be written: {str(error) or repr(error)}")
+            self._errors.append(error)
+        finally:
+            self._slots.release()
+
+
+# ---- thumbnails ----------------------------------------------------------------------------------
+# Writes small pictures of every training group, within one budget of bytes per run.
+
+LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))
+"""(longest side of a picture in px, WebP quality), tried in order until a group fits its share."""
+BASE_WEIGHT = 0.25
+"""A group's share of the bytes is proportional to this plus its `interest`."""
+_MARGIN = 1.5
+"""A level is skipped if the last sheet's bytes per px predict more than this times the share."""
+_BLOCK_PX = 16
+"""WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
+_ROW_PX = 4096
+"""Maximum width of a sheet; WebP's limit is 16,383."""
+_FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
+
+
+class GroupPictures(NamedTuple):
+    """What the sheet of group `g` of this rank is made of."""
+
+    g: int
+    pictures: Sequence[Image]
+    """Distinct: sources, target, bare arm, and one per distinct completion."""
+    interest: float
+
+
+class Thumbnails:
+    """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
+
+    The budget is divided equally over ranks. An iteration may use the bytes left, divided
+    by the iterations left. Groups get shares of that by `interest`, the most interesting first;
+    bytes that a group does not use go to the next ones. A group whose share is too small for the
+    smallest of `LEVELS` gets no sheet.
+    """
+
+    def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
+        self._folder = run_dir / "thumbnails"
+        self._budget_bytes = budget_bytes / dist.world_size
+        self._dist = dist
+        self._free_bytes: float | None = None
+
+    def write(
+        self, iteration: int, groups: Sequence[GroupPictures], num_left: int
+    ) -> dict[int, str]:
+        """Write the sheets of an iteration. `num_left`: iterations still to write, including this
+        one. Returns `id` of a picture -> its place, a path relative to the run folder with a media
+        fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
+        if self._free_bytes is None:
+            self._free_bytes = self._budget_bytes - self._used_bytes()
+        budget_bytes = left_bytes = self._free_bytes / num_left
+        left_weight = sum(BASE_WEIGHT + group.interest for group in groups)
+        places: dict[int, str] = {}
+        density = 0.0  # of the last sheet: bytes / (pictures * side_px^2)
+        for group in sorted(groups, key=lambda group: -group.interest):
+            weight = BASE_WEIGHT + group.interest
+            share = left_bytes * weight / left_weight
+            left_weight -= weight
+            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{group.g:02d}.webp"
+            pictures = group.pictures
+            for side, quality in LEVELS if pictures else ():
+                is_last = side == LEVELS[-1][0]
+                if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
+                    continue
+                pictures = [downscale(over_white(picture), side) for picture in pictures]
+                data, boxes = _sheet(pictures, quality)
+                density = len(data) / len(pictures) / side**2
+                if len(data) <= share:
+                    write_atomically(self._folder / name, data, durable=False)
+                    left_bytes -= len(data)
+                    for picture, box in zip(group.pictures, boxes, strict=True):
+                        places[id(picture)] = f"thumbnails/{name}#xywh={box}"
+                    break
+        self._free_bytes -= budget_bytes - left_bytes  # after the writes, which are retried
+        return places
+
+    def _used_bytes(self) -> int:
+        """Bytes of earlier starts' sheets that count for this rank, at this number of ranks."""
+        return sum(
+            path.stat().st_size
+            for path in self._folder.glob("it_*/*.webp")
+            if (match := _FILE_NAME.fullmatch(path.name))
+            and int(match[1]) % self._dist.world_size == self._dist.rank
+        )
+
+
+def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
+    """How interesting a group is, 0..1: the largest of twice the standard deviation of its
+    rewards; the share of completions that failed or were not graded; how far its mean reward is
+    from the bare arm's; twice the standard deviation between the judge's readings of a picture."""
+    rewards = [episode.reward for episode in episodes_G if episode.reward is not None]
+    failed = sum(episode.status is not Status.SCORED for episode in episodes_G)
+    values = [failed / max(1, len(episodes_G))]
+    if rewards:
+        values.append(2 * pstdev(rewards))
+        if bare is not None and bare.reward is not None:
+            values.append(abs(sum(rewards) / len(rewards) - bare.reward))
+    variances = (v for episode in episodes_G for v in episode.judge_variances if v is not None)
+    values.append(2 * max(variances, default=0.0) ** 0.5)
+    return min(1.0, max(values))
+
+
+def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
+    """(the pictures as one WebP, 'left,top,width,height' of each)."""
+    side = max(max(picture.size) for picture in pictures)
+    cell = -(-side // _BLOCK_PX) * _BLOCK_PX
+    columns = min(len(pictures), _ROW_PX // cell)
+    rows = -(-len(pictures) // columns)
+    sheet = new("RGB", (columns * cell, rows * cell), "white")
+    boxes = []
+    for i, picture in enumerate(pictures):
+        left, top = i % columns * cell, i // columns * cell
+        sheet.paste(picture, (left, top))
+        boxes.append(f"{left},{top},{picture.width},{picture.height}")
+    encoded = io.BytesIO()
+    sheet.save(encoded, "WEBP", quality=quality, method=2)  # method=4: 2x the time, 2 % fewer bytes
+    return encoded.getvalue(), boxes
+
+
+# ---- run record ----------------------------------------------------------------------------------
+# Writes a run's config, metrics, episodes and pictures to the run folder.
 
 _LOGPROB_DIGITS = 6
 """Float32 log-probs carry no more digits; all digits of a float64 take three times the space."""

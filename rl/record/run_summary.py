@@ -12,7 +12,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoints.checkpoint import (
+from rl.config import loading
+from rl.config.loading import not_a_file
+from rl.files import read_object
+from rl.model_files import KIND_KEYS
+from rl.printing import excerpt
+from rl.ranks.error_messages import remedy
+from rl.record.checkpoint import (
     SAVE_LOCK,
     find,
     format_problem,
@@ -20,12 +26,6 @@ from rl.checkpoints.checkpoint import (
     iteration_of,
     steps_of,
 )
-from rl.config import loading
-from rl.config.loading import not_a_file
-from rl.files import read_object
-from rl.model_files import KIND_KEYS
-from rl.printing import excerpt
-from rl.ranks.error_messages import remedy
 
 RUNS_VARIABLE = "APP__BASE_EXP_DIR"
 """Names the folder of runs; default: runs/."""

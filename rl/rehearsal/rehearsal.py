@@ -21,23 +21,22 @@ import torch
 from PIL import Image
 
 from rl import build
-from rl.algorithm import image_grammar
+from rl.api import image_grammar
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.config.schema import RunConfig
 from rl.console import PhaseTimer
-from rl.judge.background import BackgroundLoop
+from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.learner.step_metrics import LearnerMetrics
+from rl.learner.train_step import LearnerMetrics
 from rl.memory import footprint, memory_plan
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rehearsal.fake_gpu import FakeGpu, fake_gpu
 from rl.rehearsal.skeletons import model_folder
 from rl.rehearsal.tally import Tally
-from rl.rollout.graded_groups import train_sequences
-from rl.rollout.stream import RolloutContext, Sampled, begin
+from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences
 
 MODEL_KEYS = ("model_path", "tokenizer_path", "init_text_encoder_from")
 """Keys of plugins' sections that name a model."""
@@ -229,7 +228,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
     from rl import model_files
-    from rl.renderers.emu3_vq import codec
+    from rl.renderers.emu3_vq import emu3_vq_loop
 
     def shortened(config: Any) -> Any:
         for part in (config, getattr(config, "text_config", None)):
@@ -277,7 +276,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         for owner in (PreTrainedModel, AutoModelForImageTextToText):
             stack.enter_context(patch(owner, "from_pretrained", classmethod(of_transformers)))
         stack.enter_context(patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)))
-        stack.enter_context(patch(codec, "_read_tensors", of_emu3_vq))
+        stack.enter_context(patch(emu3_vq_loop, "_read_tensors", of_emu3_vq))
         stack.enter_context(patch(model_files, "require_finite", lambda named, owner: None))
         yield
 

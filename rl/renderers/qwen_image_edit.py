@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.renderers.qwen_image.denoising_config import DenoisingConfig
+from rl.renderers.qwen_image.qwen_image_config import DenoisingConfig
 from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.config.schema import MAX_COUNT
-from rl.renderers.qwen_image.denoising_config import DenoisingConfig
+from rl.renderers.qwen_image.qwen_image_config import DenoisingConfig
 from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 

@@ -10,10 +10,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoints.checkpoint import format_problem
 from rl.config.loading import find_config
 from rl.config.schema import load_config
 from rl.files import read_object, read_rows
+from rl.record.checkpoint import format_problem
 from rl.record.run_summary import not_a_run
 
 Record = Mapping[str, Any]
@@ -134,7 +134,7 @@ def picture(folder: Path, file: object) -> str | None:
 
 def picture_of(run_dir: Path, place: object) -> str | None:
     """`place` if it is a picture below a run folder, whose folder `images` may be a symlink, or a
-    part of one (`rl/record/thumbnails.py`); else None."""
+    part of one (`rl/record/run_record.py`); else None."""
     if not isinstance(place, str):
         return None
     file, mark, box = place.partition("#")

@@ -7,14 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rl.judge.question import fill_prompt
-from rl.rewards.shared.repeated_judging import (
-    Asked,
-    JudgedReward,
-    Pictures,
-    RepeatsConfig,
-    numbered,
-)
+from rl.judge.reply import fill_prompt
+from rl.rewards.shared.judging import Asked, JudgedReward, Pictures, RepeatsConfig, numbered
 
 FIELDS = ("alignment", "quality")
 

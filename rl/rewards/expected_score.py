@@ -9,15 +9,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
-from rl.judge.labels import DIGITS, Distribution, expected_minimum, read_distribution
-from rl.judge.question import fill_prompt
-from rl.rewards.shared.repeated_judging import (
-    Asked,
-    JudgedReward,
-    Pictures,
-    RepeatsConfig,
-    numbered,
-)
+from rl.judge.reply import DIGITS, Distribution, expected_minimum, fill_prompt, read_distribution
+from rl.rewards.shared.judging import Asked, JudgedReward, Pictures, RepeatsConfig, numbered
 
 ANSWER = "Answer with one digit from 0 (worst) to 9 (best) and nothing else."
 

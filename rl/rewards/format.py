@@ -7,7 +7,7 @@ import re
 from rl.api.plugin import PluginConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from rl.rewards.shared.tags import TagName
+from rl.rewards.shared.judging import TagName
 
 
 class Config(PluginConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rl.rewards.shared.repeated_judging import Asked, JudgedReward, Pictures, RepeatsConfig
+from rl.rewards.shared.judging import Asked, JudgedReward, Pictures, RepeatsConfig
 
 
 class Config(RepeatsConfig):

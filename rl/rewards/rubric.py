@@ -12,14 +12,8 @@ from pydantic import Field, model_validator
 from rl.api.metric import MetricName
 from rl.api.plugin import unread
 from rl.config.schema import Section
-from rl.judge.question import fill_prompt
-from rl.rewards.shared.repeated_judging import (
-    Asked,
-    JudgedReward,
-    Pictures,
-    RepeatsConfig,
-    numbered,
-)
+from rl.judge.reply import fill_prompt
+from rl.rewards.shared.judging import Asked, JudgedReward, Pictures, RepeatsConfig, numbered
 
 Bound = Annotated[float, Field(ge=-1e6, le=1e6)]
 REPLY = (

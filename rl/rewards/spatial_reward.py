@@ -11,10 +11,8 @@ from PIL.Image import Image
 from rl.api.judge import Question
 from rl.api.types import Region
 from rl.judge import reply
-from rl.judge.question import fill_prompt
-from rl.judge.reply import UnreadableReplyError
-from rl.rewards.shared.repeated_judging import Asked, Pictures
-from rl.rewards.shared.viescore_base import Marks, PairedQuestions, VieScoreConfig
+from rl.judge.reply import UnreadableReplyError, fill_prompt
+from rl.rewards.shared.judging import Asked, Marks, PairedQuestions, Pictures, VieScoreConfig
 
 MAX_SCORE = 25
 MAX_COORDINATE = 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScoreConfig
+from rl.rewards.shared.judging import PERCEPTION, PairedQuestions, VieScoreConfig
 
 
 class Config(VieScoreConfig):

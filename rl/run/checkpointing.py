@@ -11,11 +11,11 @@ from typing import Any
 
 from rl import build
 from rl.algorithm.metrics import Metrics
-from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.console import PhaseTimer
-from rl.publish.model_card import model_card
 from rl.ranks.dist import Dist
-from rl.record.writer import BackgroundWriter
+from rl.record.checkpoint import Checkpoints, ResumePoint
+from rl.record.publish import model_card
+from rl.record.run_record import BackgroundWriter
 from rl.run.last_finished import LastFinished
 
 _JOURNAL = re.compile(r"(?:.+\.)?(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")

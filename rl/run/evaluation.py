@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl.console import PhaseTimer
     from rl.learner.learner import Learner
     from rl.ranks.dist import Dist
-    from rl.record.writer import BackgroundWriter
+    from rl.record.run_record import BackgroundWriter
 
 
 _ARMS = (POLICY, BARE, "reference descriptions", "the thought cut", "stock")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from rl.api.types import Completion, Prompt
 from rl.console import PhaseTimer
-from rl.learner.micro_batches import Forwards, Inference
+from rl.learner.train_step import Forwards, Inference
 from rl.ranks import signals
-from rl.rollout.consensus import Interrupted, raise_if_interrupted
+from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 from rl.seeds import derive_seed
 

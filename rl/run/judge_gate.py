@@ -10,8 +10,8 @@ from rl.audit.audit_sets import configured_cases
 from rl.build import Resolved
 from rl.config.schema import ConfigError
 from rl.console import Console, duration, warn
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.http import BackgroundLoop
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 

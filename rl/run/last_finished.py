@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from rl import build
 from rl.api.policy import Policy
-from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, find, iteration_of
 from rl.console import warn
 from rl.learner.learner import Learner
 from rl.memory.memory_plan import HELD_STATE_GB
-from rl.publish.model_card import model_card
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
+from rl.record.publish import model_card
 from rl.seeds import rng_state
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode
 from rl.console import Console, GroupPanel, PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.run_record import RunRecord
-from rl.record.writer import BackgroundWriter
-from rl.rollout.graded_groups import GradedGroup
+from rl.record.run_record import BackgroundWriter, RunRecord
+from rl.rollout.stream import GradedGroup
 from rl.run.before_after import before_after
 from rl.run.page_refresh import Page
 from rl.trackers import Tracker

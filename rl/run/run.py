@@ -11,18 +11,23 @@ from rl.api.engine import Engine
 from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.console import PhaseTimer, warn
-from rl.judge.addresses import JudgeStats
-from rl.judge.client import JudgeClient
-from rl.learner.learner import Learner
+from rl.judge.client import JudgeClient, JudgeStats
+from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
-from rl.learner.weight_sync import SyncReport, sync
 from rl.meter import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.rollout.consensus import Interrupted, raise_if_interrupted
-from rl.rollout.graded_groups import Advantages, GradedGroup
+from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.prompt_order import PromptOrder
-from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
+from rl.rollout.stream import (
+    Advantages,
+    GradedGroup,
+    PendingRollout,
+    Rollout,
+    RolloutContext,
+    Sampled,
+    begin,
+)
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.evaluation import evaluate

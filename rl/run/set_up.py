@@ -18,13 +18,11 @@ from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
-from rl.checkpoints.checkpoint import Checkpoints, read_state, sound
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.console import Console, GroupPanel, PhaseTimer, warn
 from rl.files import write_atomically
-from rl.judge.background import BackgroundLoop, StoppedError
 from rl.judge.client import JudgeClient, JudgeError
-from rl.judge.endpoint import resolve_api_bases
+from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
@@ -33,8 +31,8 @@ from rl.progress import shown_on
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist, enforce, look_at_machine
 from rl.ranks.supervision import WATCHED_ELSEWHERE
-from rl.record.run_record import RunRecord
-from rl.record.writer import BackgroundWriter
+from rl.record.checkpoint import Checkpoints, read_state, sound
+from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.build import Resolved
-from rl.checkpoints.checkpoint import read_state
 from rl.model_files import ADAPTER_CONFIG
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import read_state
 
 FOLDER = "start"
 FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
 from rl.check.resume import lasting
-from rl.checkpoints.full_disk import retry_until_space
 from rl.console import warn
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
-from rl.learner.micro_batches import Inference
+from rl.learner.train_step import Inference
+from rl.record.checkpoint import retry_until_space
 from rl.rollout.stream import RolloutContext
 from rl.run.checks import require_grades
 from rl.run.held_out import score

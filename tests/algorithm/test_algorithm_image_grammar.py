@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl.algorithm.image_grammar import (
+from rl.api.image_grammar import (
     ANY,
     LANGUAGE,
     NO_IMAGE_YET,

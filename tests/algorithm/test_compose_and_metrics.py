@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from rl.algorithm.compose import compose
-from rl.algorithm.metrics import Metrics
+from rl.algorithm.metrics import Metrics, compose
 from rl.config.schema import FinalReward
 from rl.learner.learner import learning_rate
 

@@ -19,7 +19,7 @@ from rl import build
 from rl.api import find
 from rl.api.data import read_row
 from rl.ranks import error_messages
-from rl.rollout import consensus
+from rl.rollout import episodes
 
 CODE = """
 import os
@@ -116,7 +116,7 @@ def test_errors_of_the_loop_below_a_plugin_are_not_the_plugins(resolved: build.R
     """A renderer pulls its jobs, which runs the loop and the policy."""
 
     def jobs() -> Iterator[Any]:
-        yield consensus.raise_if_interrupted(Mock(any=Mock(side_effect=AssertionError("ours"))))
+        yield episodes.raise_if_interrupted(Mock(any=Mock(side_effect=AssertionError("ours"))))
 
     with pytest.raises(AssertionError, match="ours"), build.naming_plugins(resolved):
         list(sys.modules["outsider"].Poster.render(None, jobs()))

@@ -10,13 +10,12 @@ import torch
 
 from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
 from benchmarks.gpu_models import REAL
-from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
 from rl.check_gpu import gpu_kernels
 from rl.check_gpu.lines import Setup
-from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.shared import trained_module
+from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
+from rl.policies.qwen_vl.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
+from rl.policies.shared import attention, trained_module
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 
@@ -85,8 +84,8 @@ def without_last_key(kernel: Kernel) -> Kernel:
 
 
 def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
-    wrong = without_last_key(attention_kernels.CPU)
-    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
+    wrong = without_last_key(attention.CPU)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_kernels, "policy_outcomes", lambda setup: [{}, {}, {}])
     for limits in (gpu_kernels.LARGEST_ERROR, gpu_kernels.LARGEST_BIAS):
         monkeypatch.setitem(limits, "float32", gpu_kernels.LARGEST_ERROR["bfloat16"])
@@ -96,9 +95,9 @@ def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path
 
 
 def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
-    wrong = without_last_key(attention_kernels.CPU)
-    chosen = attention_kernels.choose_kernel
-    for module in (attention_kernels, trained_module):  # the second has imported the name
+    wrong = without_last_key(attention.CPU)
+    chosen = attention.choose_kernel
+    for module in (attention, trained_module):  # the second has imported the name
         monkeypatch.setattr(
             module,
             "choose_kernel",

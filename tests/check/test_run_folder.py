@@ -13,7 +13,7 @@ from tiny_messages import holds
 
 from rl.check.run_folder import create_and_check, folder_problems
 from rl.files import append_line, no_links, private, write_atomically
-from rl.judge.journal import ReplyJournal
+from rl.judge.http import ReplyJournal
 
 NOBODY = 65534
 

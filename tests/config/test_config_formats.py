@@ -12,7 +12,6 @@ import pytest
 from tiny_messages import holds, refusal
 
 from rl.check import check_report
-from rl.checkpoints import checkpoint
 from rl.commands import export
 from rl.commands import report as report_command
 from rl.config import loading
@@ -20,6 +19,7 @@ from rl.config.schema import ConfigError, load_config
 from rl.edit.trained import load_trained
 from rl.model_files import read_config
 from rl.ranks.dist import Dist
+from rl.record import checkpoint
 from rl.record.run_record import RunRecord
 from rl.report.reading import read_evaluations
 

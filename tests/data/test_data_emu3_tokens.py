@@ -15,9 +15,9 @@ from tiny_messages import holds
 from tiny_tokens import fields, rename_globals, save_published, write_list
 
 from rl.api.data import RowRules
-from rl.data.emu3_tokens import emu3_tokens, token_files
-from rl.data.emu3_tokens.token_files import TokenisedEdit, UnreadableError
-from rl.data.shared.sample_rows import BadRowError
+from rl.data import emu3_tokens
+from rl.data.emu3_tokens import TokenisedEdit, UnreadableError
+from rl.data.shared.rows import BadRowError
 
 RULES = RowRules("error", 4096)
 
@@ -39,7 +39,7 @@ def test_a_published_file_is_read(tmp_path: Path, dtype: Any, numpy: bytes) -> N
     stored = fields(7, original_image=fields(7)["original_image"].astype(dtype))
     torch.save(stored, tmp_path / "7.pth")
     rename_globals(tmp_path / "7.pth", b"numpy._core.multiarray", numpy + b".multiarray")
-    edit = token_files.read(tmp_path / "7.pth")
+    edit = emu3_tokens.read(tmp_path / "7.pth")
     assert (edit.id, edit.instruction) == ("7", "make it 7")
     assert edit.thoughts == {"thinking": "thought 7"}
     assert edit.source_codes.dtype == edit.target_codes.dtype == np.int32
@@ -66,7 +66,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, style: s
     else:
         torch.save(hostile, file, _use_new_zipfile_serialization=style == "zip")
     with pytest.raises(UnreadableError, match=r"refused .*nothing is run"):
-        token_files.read(file)
+        emu3_tokens.read(file)
     assert not mark.exists()
     torch.load(file, weights_only=False) if style != "bare pickle" else pickle.loads(
         file.read_bytes()
@@ -90,22 +90,22 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, style: s
 def test_bad_fields_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     torch.save(fields(1, **changes), tmp_path / "1.pth")
     with pytest.raises(UnreadableError, match=complaint):
-        token_files.read(tmp_path / "1.pth")
+        emu3_tokens.read(tmp_path / "1.pth")
 
 
 def test_our_format_round_trips_and_a_cut_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a b.safetensors"
     source = np.arange(6, dtype=np.int64).reshape(2, 3).T  # neither contiguous nor int32
     edit = TokenisedEdit("a/b", "zünde an", source, source + 32000, {"why": "…"})
-    token_files.write(file, edit)
+    emu3_tokens.write(file, edit)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
-    loaded = token_files.read(file)
+    loaded = emu3_tokens.read(file)
     assert (loaded.id, loaded.instruction, loaded.thoughts) == ("a/b", "zünde an", {"why": "…"})
     np.testing.assert_array_equal(loaded.source_codes, source)
     assert loaded.target_codes.dtype == np.int32 and loaded.target_codes.max() == 32005
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UnreadableError, match="safetensors"):
-        token_files.read(file)
+        emu3_tokens.read(file)
 
 
 # --- lists -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from PIL import EpsImagePlugin, Image, ImageCms
 from tiny_edits import PHOTO_SIZE, save_photos
 
 from rl import files
-from rl.data.shared import sample_pictures
-from rl.data.shared.sample_pictures import UnusableError, check_header, decode, load_image, locate
+from rl.data.shared import rows
+from rl.data.shared.rows import UnusableError, check_header, decode, load_image, locate
 from rl.report.single_file import thumbnail
 
 
@@ -152,7 +152,7 @@ def test_transparency_survives_a_colour_profile():
 
 
 def test_an_srgb_profile_changes_nothing_and_a_broken_one_warns_once(capsys, monkeypatch):
-    monkeypatch.setattr(sample_pictures, "_unreadable_profiles", [])
+    monkeypatch.setattr(rows, "_unreadable_profiles", [])
     picture = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for profile, num_warnings in ((srgb, 0), (b"no profile", 1), (srgb[:200], 0)):
@@ -170,7 +170,7 @@ def test_exif_rotation_is_applied():
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_an_animation_gives_its_first_frame(kind, capsys, monkeypatch):
-    monkeypatch.setattr("rl.data.shared.sample_pictures._animated", [])
+    monkeypatch.setattr("rl.data.shared.rows._animated", [])
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]

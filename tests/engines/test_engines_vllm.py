@@ -16,7 +16,6 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import engine_weights, start
 from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 
@@ -69,13 +68,13 @@ def synced(engine, policy):
 def worker(engine, policy, monkeypatch):
     """vLLM's own worker, after a sync delivered the policy's current weights to it."""
     workers = []
-    put = engine_weights.put_lora
+    put = vllm_engine.put_lora
 
     def noting(worker, *args):
         workers.append(worker)
         return put(worker, *args)
 
-    monkeypatch.setattr(engine_weights, "put_lora", noting)
+    monkeypatch.setattr(vllm_engine, "put_lora", noting)
     engine.load_weights(export(policy))
     monkeypatch.undo()
     [worker] = workers
@@ -136,8 +135,8 @@ def test_a_sync_that_changed_nothing_is_detected(synced, policy, prompts_P, monk
         finally:
             manager.add_adapter, manager.remove_adapter = add, remove
 
-    put = engine_weights.put_lora
-    monkeypatch.setattr(engine_weights, "put_lora", deliver_nothing)
+    put = vllm_engine.put_lora
+    monkeypatch.setattr(vllm_engine, "put_lora", deliver_nothing)
     synced.load_weights(after)
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 
@@ -374,6 +373,6 @@ def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, 
 
 
 def test_the_start_leaves_cudnn_attention_enabled():
-    with start.untouched_globals():
+    with vllm_engine.untouched_globals():
         torch.backends.cuda.enable_cudnn_sdp(False)  # as vllm/platforms/cuda.py
     assert torch.backends.cuda.cudnn_sdp_enabled()

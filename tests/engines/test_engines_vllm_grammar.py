@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.engines.vllm import start
+from rl.engines.vllm import vllm
 from rl.engines.vllm import vllm as vllm_engine
-from rl.engines.vllm.start import GRID, VOCABULARY
+from rl.engines.vllm.vllm_process import GRID, VOCABULARY
 
 for name, value in vllm_engine.ENVIRONMENT.items():
     os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM
@@ -19,7 +19,7 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState  # noqa: E402
 
-from rl.engines.vllm.grammar import V1Grammar, V2Grammar  # noqa: E402
+from rl.engines.vllm.requests import V1Grammar, V2Grammar  # noqa: E402
 
 EOL, EOF, EOI, EOS, IMAGE, START, END = 3, 4, 5, 6, 7, 10, 14
 NUM_IDS = 15
@@ -229,7 +229,7 @@ def test_a_vllm_of_another_interface_is_reported(monkeypatch):
     from rl.engines import vllm
 
     monkeypatch.delattr(vllm, "grammar")
-    monkeypatch.setitem(sys.modules, "rl.engines.vllm.grammar", None)
+    monkeypatch.setitem(sys.modules, "rl.engines.vllm.requests", None)
     with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
         vllm_engine.grammar_arguments("folder", {}, None)
 
@@ -239,7 +239,7 @@ def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
 
     LlamaConfig(architectures=["NobodyForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="NobodyForCausalLM"):
-        start.register_in_process(str(tmp_path))
+        vllm.register_in_process(str(tmp_path))
 
 
 def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
@@ -249,7 +249,7 @@ def test_emu3_is_registered_as_llama_and_llama_stays_what_it_was(tmp_path):
 
     Emu3TextConfig(architectures=["Emu3ForCausalLM"]).save_pretrained(tmp_path)
     before = ModelRegistry.models["LlamaForCausalLM"]
-    start.register_in_process(str(tmp_path))
-    start.register_in_process(str(tmp_path))
+    vllm.register_in_process(str(tmp_path))
+    vllm.register_in_process(str(tmp_path))
     assert ModelRegistry.models["Emu3ForCausalLM"].model_cls is LlamaForCausalLM
     assert ModelRegistry.models["LlamaForCausalLM"] is before

@@ -20,7 +20,7 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.types import SamplingParams
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import start
+from rl.engines.vllm import vllm
 from rl.engines.vllm import vllm as vllm_engine
 
 pytestmark = pytest.mark.slow
@@ -130,6 +130,6 @@ def test_full_weights_arrive_at_an_engine_with_its_own_tower(tmp_path: Path, tie
 def test_the_class_is_registered_before_a_model_is_loaded(tmp_path: Path) -> None:
     from vllm import ModelRegistry
 
-    start.register_in_process(tiny_qwen3.save_policy_folder(tmp_path))
+    vllm.register_in_process(tiny_qwen3.save_policy_folder(tmp_path))
     registered = ModelRegistry.models["Qwen3VLForConditionalGeneration"]
     assert registered.load_model_cls().__name__ == "Qwen3VLWithDeepstack"

@@ -17,7 +17,7 @@ from tiny_run import episode, run_config
 
 from rl.api.types import RewardInput, Sample
 from rl.files import copied_pictures, digest, png_bytes
-from rl.judge.question import picture_part
+from rl.judge.reply import picture_part
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 

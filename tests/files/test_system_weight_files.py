@@ -19,7 +19,7 @@ from tiny_weight_files import displace, num_askew
 from rl.api.plugin import Resources
 from rl.api.policy import PolicySetup
 from rl.model_files import align_weights
-from rl.policies.emu3 import emu3
+from rl.policies import emu3
 from rl.renderers import qwen_image_edit
 from rl.renderers.emu3_vq import emu3_vq
 from rl.renderers.sd3 import sd3

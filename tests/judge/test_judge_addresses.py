@@ -23,8 +23,7 @@ from tiny_ranks import held_port
 from rl.api.judge import Answer
 from rl.config.schema import JudgeConfig
 from rl.judge import client as client_module
-from rl.judge.addresses import Addresses, Asking
-from rl.judge.client import JudgeClient, JudgeRefused, JudgeUnreachableError
+from rl.judge.client import Addresses, Asking, JudgeClient, JudgeRefused, JudgeUnreachableError
 from rl.judge.http import RequestTrouble
 
 GONE = Fault(reset=True)

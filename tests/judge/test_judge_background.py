@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from rl.judge import background
-from rl.judge.background import BackgroundLoop, StoppedError
+from rl.judge import http
+from rl.judge.http import BackgroundLoop, StoppedError
 
 
 def test_results_and_errors_reach_the_caller() -> None:
@@ -77,7 +77,7 @@ def test_close_does_not_wait_for_ever_for_a_task(monkeypatch: pytest.MonkeyPatch
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
 
-    monkeypatch.setattr(background, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http, "JOIN_TIMEOUT_S", 0.1)
     with BackgroundLoop("stubborn") as loop:
         loop.submit(stubborn())
     assert "stubborn" not in {thread.name for thread in threading.enumerate()}

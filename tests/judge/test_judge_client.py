@@ -26,9 +26,9 @@ from tiny_messages import holds
 from tiny_ranks import held_port
 
 from rl.api.judge import Question
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import Answer, JudgeClient, JudgeError, JudgeRefused, JudgeUnreachableError
-from rl.judge.question import fill_prompt
+from rl.judge.http import BackgroundLoop
+from rl.judge.reply import fill_prompt
 
 KEY = "sk-very-secret-0123456789"
 

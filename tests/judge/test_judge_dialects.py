@@ -13,7 +13,7 @@ from tiny_messages import holds
 
 from rl.api.judge import Answer
 from rl.judge.client import JudgeClient, JudgeRefused
-from rl.judge.dialect import refused_parameters
+from rl.judge.http import refused_parameters
 
 SENT = {"model", "messages", "max_tokens", "temperature", "top_p", "seed"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base, resolve_api_bases
+from rl.judge.http import auth_header, is_loopback, resolve_api_base, resolve_api_bases
 from rl.printing import scrub
 
 

@@ -24,8 +24,7 @@ from tiny_faulty_judge import (
     with_client,
 )
 
-from rl.judge.addresses import backoff_s
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
 
 from rl.judge.client import JudgeError
-from rl.judge.journal import ReplyJournal
+from rl.judge.http import ReplyJournal
 
 KEY = "sk-ver/secret+0123456789"
 ENCODED_KEYS = {

@@ -15,8 +15,15 @@ from tiny_faulty_judge import Fault, FaultyJudge, first_token, with_client
 
 from rl.api.judge import Answer, Question
 from rl.judge.client import JudgeClient
-from rl.judge.labels import DIGITS, Distribution, expected_minimum, read_distribution
-from rl.judge.reply import NoLogprobsError, UnreadableReplyError, read_chat
+from rl.judge.reply import (
+    DIGITS,
+    Distribution,
+    NoLogprobsError,
+    UnreadableReplyError,
+    expected_minimum,
+    read_chat,
+    read_distribution,
+)
 
 READ = partial(read_distribution, labels=DIGITS, min_legal_mass=0.9)
 SEVEN = first_token(("7", math.log(0.5)), ("8", math.log(0.3)), ("The", -3), ("2", math.log(0.15)))

@@ -24,7 +24,7 @@ from rl.config.schema import JudgeConfig
 from rl.judge import client
 from rl.judge.client import JudgeClient
 from rl.judge.http import JudgeHttp
-from rl.judge.labels import DIGITS
+from rl.judge.reply import DIGITS
 from rl.rewards import edit_quality, expected_score, rubric, spatial_reward, viescore
 
 pytestmark = pytest.mark.slow

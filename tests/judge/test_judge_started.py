@@ -27,7 +27,7 @@ from rl.api.judge import Question
 from rl.config.schema import JudgeConfig
 from rl.judge import server
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError
-from rl.judge.endpoint import is_loopback
+from rl.judge.http import is_loopback
 from rl.judge.server import StartedJudge, raise_if_ended, start_problems
 from rl.ranks.error_messages import is_machine_error
 

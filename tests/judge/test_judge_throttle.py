@@ -10,9 +10,7 @@ import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, pair_question, quick_config, with_client
 from tiny_messages import holds
 
-from rl.judge import addresses
-from rl.judge.addresses import Addresses, Asking
-from rl.judge.client import Answer, JudgeClient
+from rl.judge.client import Addresses, Answer, Asking, JudgeClient
 from rl.judge.http import TOO_MANY_REQUESTS, RequestTrouble
 
 FULL = Fault(429, body="quota of 3 a minute is spent")
@@ -46,7 +44,7 @@ def test_a_429_does_not_count_as_an_attempt(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_endless_429_is_logged_and_ends_at_one_limit_for_all(caplog, monkeypatch) -> None:
     """The limit is the judge's, not each question's: queued questions do not wait again."""
-    monkeypatch.setattr(addresses, "QUIET_S", 0.3)
+    monkeypatch.setattr("rl.judge.client.QUIET_S", 0.3)
     started_s = time.monotonic()
     with FaultyJudge(after=FULL) as judge:
         answers, _ = ask_while(judge, 12, max_concurrency=4, max_outage_s=1.2)
@@ -80,7 +78,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr("rl.judge.addresses.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("rl.judge.client.time.monotonic", lambda: self.now_s)
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rl.config.schema import OptimizerConfig
-from rl.learner import deepspeed
-from rl.learner.backends import Backend, TorchBackend, make_adamw
-from rl.learner.deepspeed import DeepSpeedBackend
+from rl.learner import backends as deepspeed
+from rl.learner.backends import Backend, DeepSpeedBackend, TorchBackend, make_adamw
 from rl.ranks.dist import Dist
 
 STAGES = (1, 2, 3)

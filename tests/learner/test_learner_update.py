@@ -27,8 +27,7 @@ from tiny_rounding import FORWARD_TOL, GRADIENT_TOL, WEIGHT_TOL, apart
 from rl.api.types import Prompt, Sample, TrainSequence
 from rl.learner.backends import TorchBackend
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.learner.micro_batches import pack_groups, split_evenly
-from rl.learner.train_step import TrainStep
+from rl.learner.train_step import TrainStep, pack_groups, split_evenly
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
 

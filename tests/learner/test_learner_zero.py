@@ -22,9 +22,8 @@ from tiny_policy import make_policy
 from tiny_rounding import FORWARD_TOL, WEIGHT_TOL
 
 from rl.api.types import TrainSequence
-from rl.learner import deepspeed
-from rl.learner.backends import TorchBackend
-from rl.learner.deepspeed import deepspeed_config
+from rl.learner import backends
+from rl.learner.backends import TorchBackend, deepspeed_config
 from rl.learner.learner import Learner
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
@@ -49,7 +48,7 @@ def sequences(folder: str) -> list[Graded]:
 def shard_everything() -> Iterator[None]:
     """Makes ZeRO-3 shard even this small model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+        patch.setattr(backends, "PERSISTENCE_THRESHOLD_NUMEL", 0)
         yield
 
 

@@ -23,7 +23,7 @@ from tiny_learner import (
 )
 
 from rl.learner.learner import Learner
-from rl.policies.emu3.emu3 import Emu3
+from rl.policies.emu3 import Emu3
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

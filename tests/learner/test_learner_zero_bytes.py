@@ -10,7 +10,7 @@ import tiny_policy
 import tiny_qwen
 from tiny_learner import NUM_ITERATIONS, make_config, make_sequences, run_ranks, update
 
-from rl.learner import deepspeed
+from rl.learner import backends
 from rl.learner.learner import Learner
 from rl.memory.memory_plan import PolicyModel, Sizes, plan
 from rl.ranks.dist import Dist
@@ -25,7 +25,7 @@ PADDING = 0.02
 def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
     """The number of trained parameters of a bfloat16 policy without LoRA, and the bytes of this
     rank after an iteration: of optimizer state (float32 weights and moments), and of weights."""
-    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model
+    backends.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model
     policy = tiny_policy.make_policy(folder, lora=None, dtype="bfloat16")
     config = make_config(backend="deepspeed", zero_stage=stage)
     learner = Learner(policy, config, dist, NUM_ITERATIONS)

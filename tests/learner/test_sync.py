@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl.api.types import Completion, PolicyWeights, Prompt, Sample, SamplingParams
-from rl.learner.weight_sync import SyncError, SyncReport, sync
+from rl.learner.learner import SyncError, SyncReport, sync
 
 PROBE = Prompt(Sample("s", "do it"), (1, 2))
 

@@ -16,7 +16,7 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Completion, SamplingParams
 from rl.engines.transformers import TransformersEngine
-from rl.policies.emu3 import emu3
+from rl.policies import emu3
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tiny_emu3
 
-from rl.algorithm.image_grammar import forced_tokens
+from rl.api.image_grammar import forced_tokens
 from rl.api.policy import PolicySetup
 from rl.api.types import Sample
-from rl.policies.emu3 import emu3, emu3_loading
-from rl.policies.emu3.emu3_prompts import Emu3Prompts, find_vocabulary
+from rl.policies import emu3
+from rl.policies.emu3 import Emu3Prompts, find_vocabulary
 
 EOL, EOF, BOS, EOS = "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"
 IMAGE, START, END = "<|image token|>", "<|image start|>", "<|image end|>"
@@ -182,7 +182,7 @@ def config_of(folder: str, **section) -> emu3.Config:
 def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
     """The tiktoken file and the list of vision tokens give the ids of `tokenizer.json`."""
     folder = tiny_emu3.save_published_folder(tmp_path)
-    read_back = emu3_loading.load_tokenizer(config_of(folder))
+    read_back = emu3.load_tokenizer(config_of(folder))
     assert read_back.get_vocab() == tokenizer.get_vocab()
     texts = [
         "make the  sky\n\nblue 2024*7",
@@ -193,13 +193,13 @@ def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
         ids = read_back(text, add_special_tokens=False).input_ids
         assert ids == tokenizer(text, add_special_tokens=False).input_ids
     read_back.save_pretrained(tmp_path / "saved")
-    again = emu3_loading.load_tokenizer(config_of(str(tmp_path / "saved")))
+    again = emu3.load_tokenizer(config_of(str(tmp_path / "saved")))
     assert again(texts[2]).input_ids == read_back(texts[2]).input_ids
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"tokenizer.json nor emu3.tiktoken"):
-        emu3_loading.load_tokenizer(config_of(str(tmp_path)))
+        emu3.load_tokenizer(config_of(str(tmp_path)))
     lacking = tiny_emu3.make_bpe()
     with pytest.raises(ValueError, match=r"it lacks <\|extra_203\|>, .*visual token 000000"):
         find_vocabulary(lacking)
@@ -254,7 +254,7 @@ def test_text_and_vision_are_trained_in_cycles(tmp_path: Path, kind):
 def test_the_folder_of_another_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ValueError, match="holds a 'qwen2', not an Emu3"):
-        emu3_loading.read_model_config(tmp_path)
+        emu3.read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -263,7 +263,7 @@ def test_rope_scaling_of_a_published_config_is_kept(tmp_path, key):
     published = json.loads((folder / "config.json").read_text())
     scaled = {**published, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(scaled))
-    config = emu3_loading.read_model_config(folder)
+    config = emu3.read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 

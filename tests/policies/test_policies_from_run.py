@@ -14,11 +14,11 @@ import tiny_qwen
 import torch
 
 from rl import build
-from rl.checkpoints import checkpoint
 from rl.config.schema import load_config
 from rl.edit.trained import Trained
 from rl.policies import qwen2_5_vl
 from rl.ranks.dist import Dist
+from rl.record import checkpoint
 from rl.run.start_adapter import with_start
 from rl.simple_launch import _named_start, _parse, main
 

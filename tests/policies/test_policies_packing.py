@@ -6,12 +6,11 @@ from tiny_rounding import PRODUCT_TOL
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl.algorithm import attention_kernels as kernels
 from rl.api.types import PackedGroup, Prompt, Sample
-from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3
+from rl.policies import emu3, qwen2_5_vl
+from rl.policies.shared import attention as kernels
 from rl.policies.shared import packing as packing
-from rl.policies.shared.packed_attention import Packing, attention
+from rl.policies.shared.attention import Packing, attention
 
 GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
 """Groups (start, prompt length, completion lengths); lengths may be 0."""

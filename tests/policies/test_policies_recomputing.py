@@ -10,7 +10,7 @@ import tiny_qwen
 import torch
 from tiny_rounding import GRADIENT_TOL
 
-from rl.policies.shared import recomputing
+from rl.policies.shared import attention
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_recomputing_changes_no_gradient_beyond_rounding(
 ) -> None:
     torch.manual_seed(0)  # for the dropout
     recomputed = gradients(folder, dtype=dtype, lora=lora)
-    monkeypatch.setattr(recomputing, "spare_activations", lambda model, checkpointing: None)
+    monkeypatch.setattr(attention, "spare_activations", lambda model, checkpointing: None)
     torch.manual_seed(0)
     plain = gradients(folder, dtype=dtype, lora=lora)
     assert recomputed.keys() == plain.keys() and len(plain) > 10

@@ -18,10 +18,14 @@ from tiny_messages import holds
 from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.policies import qwen2_5_vl, qwen3_vl
-from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.qwen_vl.qwen_vl_row_check import QwenRowCheck
-from rl.policies.qwen_vl.qwen_vl_thought import Thinking
+from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
+from rl.policies.qwen_vl.qwen_vl_prompts import (
+    Config,
+    QwenPrompts,
+    QwenRowCheck,
+    Thinking,
+    load_image_processor,
+)
 from rl.policies.shared.prompting import chat_template
 
 AREA = replace(tiny_qwen.TEMPLATE, image_area_px=1024 * 1024, image_multiple_px=32)

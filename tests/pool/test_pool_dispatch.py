@@ -10,7 +10,7 @@ from tiny_pictures import make_picture
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
 from rl.api.types import RenderFailure, Sample
-from rl.pool import wire
+from rl.pool import pool_worker
 from rl.pool.pool_worker import Worker
 from rl.ranks import signals
 
@@ -101,8 +101,8 @@ def test_waiting_for_a_slow_workers_first_batch_makes_no_straggler() -> None:
 def test_a_worker_draws_the_reference_once_for_all_ranks() -> None:
     fake, worker = FakeWorker(), Worker({"detached": False})
     worker.draw = fake.draw  # type: ignore[method-assign]
-    message = wire.packed_jobs(jobs(2))
-    expected = wire.digests(fake.draw(message)["outcomes"])
+    message = pool_worker.packed_jobs(jobs(2))
+    expected = pool_worker.digests_of(fake.draw(message)["outcomes"])
     for digests in (expected, expected, ["other"], ["other"]):
         assert worker.check(message, digests)["digests"] == expected
     assert fake.num_drawn == 3

@@ -12,7 +12,7 @@ import torch
 from tiny_pictures import make_picture
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.pool import wire
+from rl.pool import pool_worker
 
 
 def modules_in(pickled: bytes) -> set[str]:
@@ -40,7 +40,7 @@ def job_of(dtype: torch.dtype, negative: torch.Tensor | None) -> RenderJob:
 def test_a_job_arrives_bit_for_bit(dtype: torch.dtype) -> None:
     negative = torch.ones(3, 4, dtype=dtype)
     job = job_of(dtype, negative)
-    [found] = wire.unpacked_jobs(pickle.loads(pickle.dumps(wire.packed_jobs([job]))))
+    [found] = pool_worker.unpacked_jobs(pickle.loads(pickle.dumps(pool_worker.packed_jobs([job]))))
     assert torch.equal(found.payload.embeds, job.payload.embeds)
     assert torch.equal(found.payload.negative_embeds, negative)
     assert found.payload.embeds.dtype == dtype
@@ -54,9 +54,9 @@ def test_codes_and_text_arrive_and_samples_keep_their_pictures() -> None:
     codes = np.arange(6, dtype=np.int32).reshape(2, 3)
     sample = Sample("b", "x", target=make_picture(2), source_codes=codes, category="c")
     jobs = [RenderJob(sample, "words", 1), RenderJob(sample, codes, 2)]
-    text, grid = wire.unpacked_jobs(wire.packed_jobs(jobs))
+    text, grid = pool_worker.unpacked_jobs(pool_worker.packed_jobs(jobs))
     assert text.payload == "words" and np.array_equal(grid.payload, codes)
-    [found] = wire.unpacked_samples(wire.packed_samples([sample]))
+    [found] = pool_worker.unpacked_samples(pool_worker.packed_samples([sample]))
     assert found.target is not None and found.category == "c"
     assert found.target.tobytes() == make_picture(2).tobytes()
     assert np.array_equal(found.source_codes, codes)  # type: ignore[arg-type]
@@ -65,16 +65,18 @@ def test_codes_and_text_arrive_and_samples_keep_their_pictures() -> None:
 def test_what_a_group_shares_is_sent_once() -> None:
     negative = torch.ones(3, 4)
     group = [job_of(torch.float32, negative) for _ in range(8)]
-    arrays = wire.packed_jobs(group)["arrays"]
+    arrays = pool_worker.packed_jobs(group)["arrays"]
     assert len(arrays) == 8 + 1 + 1, "states of each, one source, one negative"
 
 
 def test_a_message_names_no_class_of_the_project() -> None:
-    message = wire.packed_jobs([job_of(torch.bfloat16, None)])
+    message = pool_worker.packed_jobs([job_of(torch.bfloat16, None)])
     assert modules_in(pickle.dumps(message, protocol=5)) <= {"numpy", "_codecs"}
-    outcomes = wire.packed_outcomes([make_picture(0), RenderFailure("too_long", "policy"), None])
+    outcomes = pool_worker.packed_outcomes(
+        [make_picture(0), RenderFailure("too_long", "policy"), None]
+    )
     assert modules_in(pickle.dumps(outcomes, protocol=5)) <= {"numpy", "_codecs"}
-    picture, failure, nothing = map(wire.unpacked_outcome, outcomes)
+    picture, failure, nothing = map(pool_worker.unpacked_outcome, outcomes)
     assert picture.tobytes() == make_picture(0).tobytes()
     assert (failure, nothing) == (RenderFailure("too_long", "policy"), None)
 
@@ -83,7 +85,7 @@ def test_a_message_is_limited_and_other_payloads_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(TypeError, match="payload of type dict"):
-        wire.packed_jobs([RenderJob(Sample("a", "x"), {}, 0)])
-    monkeypatch.setattr(wire, "MAX_BYTES", 1000)
+        pool_worker.packed_jobs([RenderJob(Sample("a", "x"), {}, 0)])
+    monkeypatch.setattr(pool_worker, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"lower renderer\.batch_size"):
-        wire.packed_jobs([job_of(torch.float32, None)])
+        pool_worker.packed_jobs([job_of(torch.float32, None)])

@@ -13,7 +13,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.config.schema import ConfigError, load_config
-from rl.judge.endpoint import resolve_api_base
+from rl.judge.http import resolve_api_base
 from rl.ranks.dist import Dist
 from rl.ranks.error_messages import sentence
 

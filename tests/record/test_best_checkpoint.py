@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny_checkpoints import checkpoints_in, names_in, save
 
-from rl.checkpoints.checkpoint import Checkpoints, checkpoint_of, held_out_rewards
 from rl.files import json_line
+from rl.record.checkpoint import Checkpoints, checkpoint_of, held_out_rewards
 
 
 def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None]) -> None:

@@ -16,15 +16,14 @@ from tiny_disk import fill, mounted
 from tiny_messages import holds
 from tiny_run import episode, run_config
 
-from rl.checkpoints import full_disk
-from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
 from rl.files import append_line, read_rows, write_atomically
-from rl.judge.journal import ReplyJournal
+from rl.judge.http import ReplyJournal
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.record.run_record import RunRecord
-from rl.record.writer import BackgroundWriter
+from rl.record import checkpoint
+from rl.record.checkpoint import Checkpoints, ResumePoint, problem_of
+from rl.record.run_record import BackgroundWriter, RunRecord
 
 SIZE = 1024 * 1024
 
@@ -81,7 +80,7 @@ def point(iteration: int) -> ResumePoint:
 def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(full_disk, "TRY_EVERY_S", 0.05)
+    monkeypatch.setattr(checkpoint, "TRY_EVERY_S", 0.05)
     run_dir = disk / "run"
     record = RunRecord(run_dir, run_config(), Dist())
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())

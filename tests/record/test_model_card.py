@@ -16,7 +16,7 @@ from tiny_messages import holds
 from tiny_run import run_config
 
 from rl import build
-from rl.publish.model_card import Comparison, Evidence, Shown, licence_of, model_card
+from rl.record.publish import Comparison, Evidence, Shown, licence_of, model_card
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
 EVIDENCE = Evidence(

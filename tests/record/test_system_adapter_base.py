@@ -15,8 +15,7 @@ from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.policy import PolicySetup
 from rl.model_files import Base, is_hub_id, noted
-from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3
+from rl.policies import emu3, qwen2_5_vl
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {

@@ -21,8 +21,8 @@ from tiny_checkpoints import checkpoints_in, names_in, save
 from tiny_messages import holds
 from tiny_ranks import spawn
 
-from rl.checkpoints import checkpoint
-from rl.checkpoints.checkpoint import ResumePoint, SaveError, model_folder, problem_of
+from rl.record import checkpoint
+from rl.record.checkpoint import ResumePoint, SaveError, model_folder, problem_of
 from rl.seeds import rng_state, set_rng_state
 
 

@@ -13,7 +13,7 @@ from rl import console
 from rl.algorithm.metrics import Metrics
 from rl.console import Console, PhaseTimer, duration
 from rl.files import downscale, png_bytes
-from rl.learner.step_metrics import LearnerMetrics
+from rl.learner.train_step import LearnerMetrics
 from rl.ranks.dist import Dist
 from rl.run.metric_table import METRICS, doc_of, markdown_table
 

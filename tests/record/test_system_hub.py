@@ -11,9 +11,9 @@ import pytest
 import tiny_checkpoints
 from tiny_messages import holds
 
-from rl.checkpoints.checkpoint import Checkpoints
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints
 
 
 class _Hub:
@@ -127,7 +127,7 @@ def test_a_push_whose_copy_failed_is_repeated(tmp_path, remote, monkeypatch, cap
     save(checkpoints, 20)
     assert remote.starts.acquire(timeout=120), "the upload is under way"
     with monkeypatch.context() as full:
-        full.setattr("rl.publish.hub.shutil.copytree", fill_disk)
+        full.setattr("rl.record.publish.shutil.copytree", fill_disk)
         save(checkpoints, 40)
     assert "No space left" in capfd.readouterr().err
     save(checkpoints, 40)

@@ -19,10 +19,9 @@ from tiny_run import episode, run_config
 
 from rl.api.types import Action, Completion, Region, Status
 from rl.files import GoneError, json_line, read_rows, write_atomically
-from rl.judge.journal import ReplyJournal
+from rl.judge.http import ReplyJournal
 from rl.ranks.dist import Dist
-from rl.record.run_record import RunRecord, provenance
-from rl.record.writer import MAX_WAITING
+from rl.record.run_record import MAX_WAITING, RunRecord, provenance
 from rl.run.page_refresh import Page
 
 KEY = "sk-0123456789abcdef"

@@ -13,8 +13,7 @@ from tiny_run import episode, run_config
 from rl.api.types import Episode, Status
 from rl.files import open_picture
 from rl.ranks.dist import Dist
-from rl.record.run_record import RunRecord
-from rl.record.thumbnails import LEVELS, interest
+from rl.record.run_record import LEVELS, RunRecord, interest
 
 MB = 1e6
 

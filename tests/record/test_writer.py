@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from rl.checkpoints import full_disk
 from rl.files import append_line, write_atomically
 from rl.ranks import heartbeat
-from rl.record.writer import BackgroundWriter
+from rl.record import checkpoint
+from rl.record.run_record import BackgroundWriter
 
 
 def disk_full(number: int = errno.ENOSPC) -> OSError:
@@ -110,7 +110,7 @@ def test_the_error_that_ends_the_run_is_raised_and_not_a_write_error(tmp_path, c
 def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(full_disk, "TRY_EVERY_S", 0.01)
+    monkeypatch.setattr(checkpoint, "TRY_EVERY_S", 0.01)
     waits: list[float] = []
     monkeypatch.setattr(heartbeat, "note_wait", lambda: waits.append(time.monotonic()))
     errors = iter([disk_full()] * 5)
@@ -120,7 +120,7 @@ def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
             raise error
         return "written"
 
-    assert full_disk.retry_until_space(write, tmp_path, "the file") == "written"
+    assert checkpoint.retry_until_space(write, tmp_path, "the file") == "written"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "the file waits" in lines[0]
     assert waits, "so that `hang_limit_s` does not end the run"
@@ -139,7 +139,7 @@ def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
     ],
 )
 def test_a_full_disk_is_distinguished_from_other_errors(error: Exception, full: bool) -> None:
-    assert full_disk.is_full(error) is full
+    assert checkpoint.is_full(error) is full
     wrapped = ValueError("a library's")
     wrapped.__cause__ = error
-    assert full_disk.is_full(wrapped) is full
+    assert checkpoint.is_full(wrapped) is full

@@ -48,7 +48,7 @@ def main(cases: list[str]) -> None:
 
 def planted(fault: str) -> mock._patch[object]:
     """A fault in the render loop of Qwen-Image-Edit; '': none."""
-    from rl.renderers.qwen_image import modulation, qwen_image_loop
+    from rl.renderers.qwen_image import qwen_image_denoiser, qwen_image_loop
 
     predict = qwen_image_loop.QwenImageLoop._predict
 
@@ -61,7 +61,7 @@ def planted(fault: str) -> mock._patch[object]:
 
     patch = mock.patch.object
     if fault == "on the CPU":
-        return patch(modulation.StepModulation, "to", lambda self, device: self)
+        return patch(qwen_image_denoiser.StepModulation, "to", lambda self, device: self)
     changed = {"waits in each step": waits, "float32": float32}.get(fault, predict)
     return patch(qwen_image_loop.QwenImageLoop, "_predict", changed)
 

@@ -15,9 +15,9 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import RenderFailure
-from rl.renderers.qwen_image import qwen_image_base_loop, qwen_image_loop
-from rl.renderers.shared import decoding
-from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
+from rl.renderers.qwen_image import qwen_image_loop
+from rl.renderers.shared import diffusion_loop
+from rl.renderers.shared.diffusion_loop import Fits, Outcome, render_in_batches
 
 
 def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> None:
@@ -110,7 +110,7 @@ def test_each_source_is_encoded_once_while_it_is_kept(
         return encode(pixels)
 
     monkeypatch.setattr(parts.vae, "encode", recording_encode)
-    monkeypatch.setattr(qwen_image_base_loop, "NUM_KEPT_SOURCES", 2)
+    monkeypatch.setattr(qwen_image_loop, "NUM_KEPT_SOURCES", 2)
     first, second, third = (make_picture(seed) for seed in range(3))
     jobs = [make_job((first, second)[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
     renderer = make_renderer(parts, batch_size=4, num_steps=2)
@@ -175,6 +175,6 @@ def test_large_pictures_are_decoded_in_slices(
         return decode(latents)
 
     monkeypatch.setattr(parts.vae, "decode", recording_decode)
-    monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
+    monkeypatch.setattr(diffusion_loop, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
     assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE_TOL
     assert slices == [2, 1]

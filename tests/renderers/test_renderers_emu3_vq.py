@@ -20,9 +20,8 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProc
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.renderers.emu3_vq import emu3_vq
-from rl.renderers.emu3_vq.codec import Emu3Codec, fit, load_codec
-from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop
-from rl.renderers.shared.batches import batches_of
+from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec, Emu3VqLoop, fit, load_codec
+from rl.renderers.shared.diffusion_loop import batches_of
 
 FOUR = partial(emu3_vq.batch_of, 4)
 

@@ -27,7 +27,7 @@ from rl.model_files import model_problems
 from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers import none
-from rl.renderers.qwen_image import denoising_config
+from rl.renderers.qwen_image import qwen_image_config
 from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
@@ -121,18 +121,18 @@ def test_no_negative_prompt_without_guidance() -> None:
 @pytest.mark.parametrize("size", [(64, 64), (640, 427), (427, 640), (3000, 1000), (1, 1)])
 def test_sizes_follow_the_stock_pipeline(area: int, size: tuple[int, int]) -> None:
     assert (
-        denoising_config.fit_area(area, size) == calculate_dimensions(area, size[0] / size[1])[:2]
+        qwen_image_config.fit_area(area, size) == calculate_dimensions(area, size[0] / size[1])[:2]
     )
 
 
 def test_a_very_wide_picture_keeps_a_row_of_patches() -> None:
     assert calculate_dimensions(64 * 64, 100)[:2] == (640, 0)
-    assert denoising_config.fit_area(64 * 64, (1000, 10)) == (640, 32)
+    assert qwen_image_config.fit_area(64 * 64, (1000, 10)) == (640, 32)
 
 
 def test_a_fixed_size_overrides_the_area() -> None:
     config = config_of("qwen_image_edit", height_px=48, width_px=80)
-    assert denoising_config.output_size(config, (64, 64)) == (80, 48)
+    assert qwen_image_config.output_size(config, (64, 64)) == (80, 48)
 
 
 @pytest.mark.parametrize(

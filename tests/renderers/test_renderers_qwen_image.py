@@ -26,9 +26,9 @@ from tiny_rounding import PICTURE_TOL
 from rl.api.plugin import Resources
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import qwen_image_loop
-from rl.renderers.qwen_image.qwen_image_components import EditorParts
-from rl.renderers.shared.decoding import seeded_noise
-from rl.renderers.shared.scheduling import SchedulerOverrides, override_scheduler, prepared
+from rl.renderers.qwen_image.qwen_image_loop import EditorParts
+from rl.renderers.shared.diffusion_loop import seeded_noise
+from rl.renderers.shared.diffusion_renderer import SchedulerOverrides, override_scheduler, prepared
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from tiny_qwen_image_21 import (
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image.qwen_image_components import EditorParts as Parts
-from rl.renderers.qwen_image.vae2d import PictureVae
+from rl.renderers.qwen_image.qwen_image_loop import EditorParts as Parts
+from rl.renderers.qwen_image.qwen_image_loop import PictureVae
 from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, in_groups
 

@@ -18,17 +18,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
 from rl.renderers import qwen_image_edit
-from rl.renderers.qwen_image import fp8, modulation, qwen_image_denoiser
-from rl.renderers.qwen_image.fp8 import EIGHT_BITS, Fp8Linear, round_blocks
-from rl.renderers.qwen_image.modulation import (
+from rl.renderers.qwen_image import qwen_image_denoiser
+from rl.renderers.qwen_image.qwen_image_denoiser import (
+    EIGHT_BITS,
+    Denoiser,
+    Fp8Linear,
     ModulationTables,
     build_table,
     move_without_modulation,
+    round_blocks,
 )
-from rl.renderers.qwen_image.qwen_image_components import prepare_transformer
-from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
-from rl.renderers.qwen_image.vae2d import FrameVae
-from rl.renderers.shared.decoding import to_pictures
+from rl.renderers.qwen_image.qwen_image_loop import FrameVae, prepare_transformer
+from rl.renderers.shared.diffusion_loop import to_pictures
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
 SHAPES = [(1, 4, 6), (1, 2, 4)]
@@ -99,7 +100,7 @@ def test_the_modulation_table_equals_what_each_block_computes(stock: StockParts)
 
 
 def test_the_modulation_of_a_schedule_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modulation, "NUM_KEPT_SCHEDULES", 2)
+    monkeypatch.setattr(qwen_image_denoiser, "NUM_KEPT_SCHEDULES", 2)
     tables = ModulationTables(tiny_editor.make_stock().transformer)
     first = tables.of_schedule(TIMESTEPS)
     other = tables.of_schedule(TIMESTEPS[:2])
@@ -207,7 +208,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
         held_bytes.append(sum(unrounded))
         return Fp8Linear(linear)
 
-    monkeypatch.setattr(fp8, "Fp8Linear", recording_linear)
+    monkeypatch.setattr(qwen_image_denoiser, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
     config = qwen_image_edit.Config(type="x", fp8="storage")
     prepare_transformer(transformer, config, "meta", move_without_modulation)
@@ -234,8 +235,8 @@ def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> N
 def test_weights_go_to_the_device_in_order_through_a_buffer_that_is_filled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(modulation, "BUFFER_BYTES", 40)  # ten numbers
+    monkeypatch.setattr(qwen_image_denoiser, "BUFFER_BYTES", 40)  # ten numbers
     shapes = [(2, 3), (3,), (4, 4), (1,), (2, 2)]  # the third is larger than that
     tensors = [torch.randn(shape) for shape in shapes]
-    copies = list(modulation.on_device(tensors, torch.device("cpu")))
+    copies = list(qwen_image_denoiser.on_device(tensors, torch.device("cpu")))
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))

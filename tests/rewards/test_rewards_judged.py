@@ -31,7 +31,7 @@ from rl.rewards import (
     viescore,
     viescore_t2i,
 )
-from rl.rewards.shared.repeated_judging import PROMPTS
+from rl.rewards.shared.judging import PROMPTS
 
 REWARDS = [viescore, viescore_t2i, edit_quality, ground_score, spatial_reward, expected_score]
 

@@ -28,8 +28,7 @@ from rl.api.types import (
 )
 from rl.ranks.dist import Dist
 from rl.rewards import viescore
-from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of
-from rl.rollout.grading import scores
+from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, scores
 from rl.rollout.stream import Rollout
 from rl.run.episode_metrics import rollout_metrics
 

@@ -33,15 +33,12 @@ from rl.api.types import (
 )
 from rl.config.schema import RunConfig
 from rl.console import PhaseTimer
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
+from rl.judge.http import BackgroundLoop
 from rl.ranks import error_messages, signals
 from rl.ranks.dist import Dist
-from rl.rollout import grading
-from rl.rollout.consensus import Interrupted
-from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of
-from rl.rollout.graded_groups import Advantages, train_sequences
-from rl.rollout.stream import Rollout, RolloutContext, Sampled
+from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of
+from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.episode_metrics import rollout_metrics, size_text
 from rl.run.run import PendingStep, Run
@@ -558,8 +555,8 @@ def test_a_plugin_that_changes_its_input_does_not_affect_other_plugins(
 def test_an_async_reward_that_blocks_the_loop_is_named_once(
     context: RolloutContext, monkeypatch, capsys, sleep: Callable[[float], object], blocks: bool
 ) -> None:
-    monkeypatch.setattr(grading, "BLOCKED_S", 0.02)
-    monkeypatch.setattr(grading, "_warned", set())
+    monkeypatch.setattr("rl.rollout.episodes.BLOCKED_S", 0.02)
+    monkeypatch.setattr("rl.rollout.episodes._warned", set())
 
     async def works(reward_input: RewardInput) -> float:
         result = sleep(0.03)

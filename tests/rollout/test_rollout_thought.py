@@ -21,10 +21,9 @@ from rl.api.types import (
     Row,
     Sample,
 )
-from rl.judge.background import BackgroundLoop
-from rl.learner.micro_batches import pack_groups
-from rl.rollout.graded_groups import train_sequences
-from rl.rollout.stream import Rollout, RolloutContext, Sampled
+from rl.judge.http import BackgroundLoop
+from rl.learner.train_step import pack_groups
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, train_sequences
 from rl.run.episode_metrics import add_thought
 
 MARKER = 26  # 'z'

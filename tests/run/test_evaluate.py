@@ -30,10 +30,10 @@ from rl.api.types import (
     Sample,
 )
 from rl.console import PhaseTimer
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeRefused
+from rl.judge.http import BackgroundLoop
 from rl.ranks.dist import Dist
-from rl.record.writer import BackgroundWriter
+from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.checks import TooManyFailuresError
 from rl.run.evaluation import evaluate

@@ -15,10 +15,10 @@ from rl.audit import judge_audit
 from rl.check import check_report
 from rl.config.schema import load_config
 from rl.console import Console
-from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
-from rl.publish.model_card import model_card
+from rl.judge.http import BackgroundLoop
 from rl.ranks.dist import Dist
+from rl.record.publish import model_card
 from rl.report.summary import alarms
 from rl.run.judge_gate import judge_passed
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_run import run_config
 
-from rl.checkpoints.checkpoint import Checkpoints
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints
 from rl.run import last_finished
 from rl.run.last_finished import LastFinished, save_before_leaving
 

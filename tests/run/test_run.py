@@ -20,10 +20,10 @@ import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.console import PhaseTimer
-from rl.judge.addresses import JudgeStats
+from rl.judge.client import JudgeStats
 from rl.ranks.dist import Dist
-from rl.record.writer import BackgroundWriter
-from rl.rollout.graded_groups import GradedGroup
+from rl.record.run_record import BackgroundWriter
+from rl.rollout.stream import GradedGroup
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.metric_table import doc_of

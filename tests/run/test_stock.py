@@ -26,10 +26,10 @@ from tiny_run import Writes, episode, run_config
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
 from rl.console import PhaseTimer
-from rl.judge.background import BackgroundLoop
-from rl.policies.emu3.emu3 import Emu3
+from rl.judge.http import BackgroundLoop
+from rl.policies.emu3 import Emu3
 from rl.ranks.dist import Dist
-from rl.record.writer import BackgroundWriter
+from rl.record.run_record import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate

@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_report import held_out, write_held_out, write_lines
 
 from rl.commands.export_evidence import gather
-from rl.publish.model_card import Evidence
+from rl.record.publish import Evidence
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
 

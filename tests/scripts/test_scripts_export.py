@@ -28,16 +28,15 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
-from rl.checkpoints.checkpoint import _write_manifest, model_folder
 from rl.commands import export
 from rl.config.schema import RunConfig
 from rl.edit.editor import Editor
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm as vllm_engine
-from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3
-from rl.policies.qwen_vl import qwen_vl_loading
+from rl.policies import emu3, qwen2_5_vl
+from rl.policies.qwen_vl import qwen_vl_policy
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import _write_manifest, model_folder
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.questions import SYSTEM_PROMPT
@@ -292,7 +291,7 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # written last
+        patch.setattr(qwen_vl_policy, "load_image_processor", fail)  # written last
         assert "disk full" in refusal(export.main, [str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / ".merged.rl-export").mkdir()  # left by an export that was killed

@@ -16,9 +16,9 @@ from tiny_tokens import save_published
 
 from rl.api.data import RowRules
 from rl.commands import prepare_data
-from rl.data.emu3_tokens import emu3_tokens
-from rl.data.emu3_tokens.token_files import read
-from rl.renderers.emu3_vq.codec import Emu3Codec
+from rl.data import emu3_tokens
+from rl.data.emu3_tokens import read
+from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec
 
 LIST = "list/tokenized_datalist.json"
 

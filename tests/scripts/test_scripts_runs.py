@@ -19,11 +19,11 @@ from tiny_messages import holds
 from tiny_report import held_out, write_episodes, write_held_out
 from tiny_run import episode, run_config
 
-from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.commands import export, report
 from rl.commands.runs import main
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.run_record import RunRecord
 from rl.record.run_summary import LOCKS, summarise
 from rl.seeds import rng_state

@@ -16,7 +16,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Prompt, Sample
 from rl.console import PhaseTimer
 from rl.ranks.dist import Dist
-from rl.rollout.graded_groups import GradedGroup
+from rl.rollout.stream import GradedGroup
 from rl.run.run import Run
 
 ROLL_OUT = ["prompts", "wake", "generate", "sleep", "begin", "render"]

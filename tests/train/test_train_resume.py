@@ -13,7 +13,7 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 from tiny_messages import holds
 from tiny_weight_files import displace
 
-from rl.checkpoints.checkpoint import _write_manifest
+from rl.record.checkpoint import _write_manifest
 from rl.run.metric_table import doc_of
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_two_runs_are_equal_to_the_last_byte(
     ("where", "count"),
     [
         pytest.param(tiny_loop.STEP, "3", id="middle-of-an-iteration"),
-        pytest.param("rl.checkpoints.checkpoint:_write_manifest", "2", id="middle-of-a-save"),
+        pytest.param("rl.record.checkpoint:_write_manifest", "2", id="middle-of-a-save"),
     ],
 )
 def test_a_run_killed_by_kill_9_resumes_exactly(

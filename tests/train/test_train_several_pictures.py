@@ -18,7 +18,7 @@ from tiny_pictures import make_picture
 
 from rl.commands import edit
 from rl.edit.editor import OWN_WORDS, Editor, EditRequest
-from rl.record.rewind import PICTURE_NAME
+from rl.record.run_record import PICTURE_NAME
 from rl.report.page import write_page
 from rl.report.pages import value_of
 from rl.report.single_file import write_single_file

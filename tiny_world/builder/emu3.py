@@ -5,7 +5,7 @@ Two lessons, as for the other tiny policies (`policy.py`):
  2. doubt  shorter, on a beginner's edits: some nouns mostly right, everything else mostly wrong.
 The first code that an edit changes decides the edit; the later codes follow it.
 
-Prompts, completions and log-probs come from the policy plugin (`rl/policies/emu3/emu3.py`): its
+Prompts, completions and log-probs come from the policy plugin (`rl/policies/emu3.py`): its
 grammar separates text from codes, and forced tokens are not trained.
 """
 
@@ -20,7 +20,7 @@ from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFas
 
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
-from rl.policies.emu3 import emu3
+from rl.policies import emu3
 from tiny_world.builder.language import language_sizes, vocabulary
 from tiny_world.builder.policy import Answer, beginner_ops, right
 from tiny_world.builder.tokenizer import byte_pairs, emu3_tokenizer, vision_tokens

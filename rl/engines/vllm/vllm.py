@@ -1,7 +1,4 @@
-"""The fast inference engine: vLLM in the trainer's process, on the trainer's device.
-
-Axes: `_P` prompts, `_G` completions in a group.
-"""
+"""vLLM in the trainer's process."""
 
 from __future__ import annotations
 
@@ -20,11 +17,32 @@ from rl.api.plugin import PlacedConfig, PluginConfig, too_old, unread
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
-from rl.engines.vllm import engine_weights, start
+from rl.engines.vllm.vllm_process import (
+    ADAPTER_ID,
+    GRID,
+    VOCABULARY,
+    Lora,
+    Whole,
+    lora_difference,
+    multiply_by_one_adapter,
+    parameter_difference,
+    parameter_sums,
+    put_lora,
+    register_in_process,
+    shut_down,
+    untouched_globals,
+    whole_difference,
+    whole_sums,
+)
 from rl.model_files import fingerprint
 
 if TYPE_CHECKING:
     import torch
+
+# ---- vllm ----------------------------------------------------------------------------------------
+# The fast inference engine: vLLM in the trainer's process, on the trainer's device.
+#
+# Axes: `_P` prompts, `_G` completions in a group.
 
 ENVIRONMENT = {
     # In process: weights are handed over as tensors, and a policy and its engine share a device.
@@ -108,7 +126,7 @@ class VllmEngine(Engine[Config]):
         self._kind = "full" if policy.config.lora is None else "lora"
         self._failed = False
         self._fingerprint: str | None = None
-        self._expected: engine_weights.Lora | engine_weights.Whole = {}
+        self._expected: Lora | Whole = {}
         """The weights that the worker must hold since the last load."""
         self._reads_back = True
         """Whether every loaded tensor can be read back."""
@@ -190,15 +208,15 @@ class VllmEngine(Engine[Config]):
         folder = policy.engine_folder()
         # vLLM logs before it has read its own log level.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        with start.untouched_globals(), warnings.catch_warnings():
+        with untouched_globals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
             import torch
             from vllm import LLM
 
             self._group_existed = torch.distributed.is_initialized()
-            start.register_in_process(folder)
+            register_in_process(folder)
             if self._kind == "lora" and not self._on_cuda:
-                start.multiply_by_one_adapter()
+                multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
                 arguments |= grammar_arguments(folder, arguments, self._vocabulary)
@@ -321,7 +339,7 @@ class VllmEngine(Engine[Config]):
             from vllm.lora.request import LoRARequest
 
             # The path is never read: the adapter of this number is already in the slots.
-            lora_request = LoRARequest("policy", engine_weights.ADAPTER_ID, "in-memory")
+            lora_request = LoRARequest("policy", ADAPTER_ID, "in-memory")
         ids_P = []
         for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
             ids_P.append(str(self._num_requests))
@@ -351,14 +369,14 @@ class VllmEngine(Engine[Config]):
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
-            extra_args={start.GRID: grid} if grid else None,
+            extra_args={GRID: grid} if grid else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def sleep(self) -> None:
         """Free the device for others, if the engine does not stay on it."""
         if self._sleeps and self._sleep_sums is None:
-            [self._sleep_sums] = self._llm.collective_rpc(engine_weights.parameter_sums)
+            [self._sleep_sums] = self._llm.collective_rpc(parameter_sums)
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
@@ -367,7 +385,7 @@ class VllmEngine(Engine[Config]):
         if self._sleep_sums is None:
             return
         self._llm.wake_up()
-        compare, args = engine_weights.parameter_difference, (self._sleep_sums,)
+        compare, args = parameter_difference, (self._sleep_sums,)
         [changed] = self._llm.collective_rpc(compare, args=args)
         self._sleep_sums = None
         if problem := changed or (self._fingerprint and self._difference()):
@@ -390,12 +408,12 @@ class VllmEngine(Engine[Config]):
                 )
             clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
             [self._expected] = self._llm.collective_rpc(
-                engine_weights.put_lora, args=(clones, weights.lora_config, lora.alpha / lora.r)
+                put_lora, args=(clones, weights.lora_config, lora.alpha / lora.r)
             )
         else:
             whole = weights.tensors.items()
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
-            [self._expected] = self._llm.collective_rpc(engine_weights.whole_sums, args=(whole,))
+            [self._expected] = self._llm.collective_rpc(whole_sums, args=(whole,))
             self._reads_back = len(self._expected) == len(whole)
         self._fingerprint = weights.fingerprint
         self._drop_caches()
@@ -414,9 +432,9 @@ class VllmEngine(Engine[Config]):
         return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
-        compare: Any = engine_weights.whole_difference
+        compare: Any = whole_difference
         if self._kind == "lora":
-            compare = engine_weights.lora_difference
+            compare = lora_difference
         [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
         return str(difference)
 
@@ -426,7 +444,7 @@ class VllmEngine(Engine[Config]):
         if self._setup.world_size > 1:
             core._finalizer.detach()
             return
-        start.shut_down(core, keeps_group=self._group_existed)
+        shut_down(core, keeps_group=self._group_existed)
         del self._llm
 
 
@@ -438,7 +456,7 @@ def grammar_arguments(
     from vllm.usage.usage_lib import UsageContext
 
     try:
-        from rl.engines.vllm import grammar
+        from rl.engines.vllm import requests
     except ImportError as error:
         raise RuntimeError(
             "the logits-processor interfaces of this vLLM differ from those of the version pinned "
@@ -446,8 +464,5 @@ def grammar_arguments(
         ) from error
     # Each model runner refuses the other's class; only the final config says which one runs.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
-    processor = grammar.V2Grammar if planned.use_v2_model_runner else grammar.V1Grammar
-    return {
-        "logits_processors": [processor],
-        "additional_config": {start.VOCABULARY: asdict(vocabulary)},
-    }
+    processor = requests.V2Grammar if planned.use_v2_model_runner else requests.V1Grammar
+    return {"logits_processors": [processor], "additional_config": {VOCABULARY: asdict(vocabulary)}}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl.api.types import Prompt, TokenBatch
-from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures, Tower
+from rl.policies.qwen_vl.qwen_vl_prompts import Picture, PictureFeatures, Tower
 from rl.policies.shared.trained_module import TrainedModule
 
 

@@ -1,7 +1,4 @@
-"""The Qwen-VL policies: read pictures and an instruction, write words or states for a renderer.
-
-Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
-"""
+"""The Qwen-VL policies: hidden states that condition a renderer, or text."""
 
 from __future__ import annotations
 
@@ -27,14 +24,18 @@ from rl.api.types import (
     TokenOutputs,
 )
 from rl.model_files import Base
-from rl.policies.qwen_vl import qwen_vl_loading
-from rl.policies.qwen_vl.qwen_vl_loading import FILES, Config
-from rl.policies.qwen_vl.qwen_vl_pictures import Tower
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.qwen_vl.qwen_vl_row_check import QwenRowCheck
-from rl.policies.qwen_vl.qwen_vl_thought import Thinking
+from rl.policies.qwen_vl.qwen_vl_prompts import (
+    FILES,
+    Config,
+    QwenPrompts,
+    QwenRowCheck,
+    Thinking,
+    Tower,
+    load_image_processor,
+    load_model,
+)
 from rl.policies.shared import prompting
-from rl.policies.shared.model_loading import TEXT_FILES, link_files, local_folder
+from rl.policies.shared.model_loading import TEXT_FILES, link_files, load_tokenizer, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy_base import TrainedPolicy
 from rl.ranks.dist import is_sharded
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     import torch
 
     from rl.policies.qwen_vl.qwen_vl_module import QwenModule
+
+# ---- qwen vl policy ------------------------------------------------------------------------------
+# The Qwen-VL policies: read pictures and an instruction, write words or states for a renderer.
+#
+# Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 
 EMPTY_COMPLETION = Completion((), (), "stop")
 """The completion of a stock arm, which reads only the prompt."""
@@ -64,7 +70,8 @@ class QwenVL(TrainedPolicy[Config]):
     keys_for_states = frozenset({"conditioning"})
     max_sources = prompting.MAX_PICTURES
     thinks = True
-    loading = qwen_vl_loading
+    load_tokenizer = staticmethod(load_tokenizer)
+    load_model = staticmethod(load_model)
     embedding = "model.language_model.embed_tokens.weight"
 
     prompts: QwenPrompts
@@ -76,8 +83,8 @@ class QwenVL(TrainedPolicy[Config]):
         super().__init__(config, setup)
         template = setup.template or prompting.chat_template(config.system_prompt)
         self.prompts = QwenPrompts(
-            qwen_vl_loading.load_tokenizer(config),
-            qwen_vl_loading.load_image_processor(config),
+            load_tokenizer(config),
+            load_image_processor(config),
             template,
             needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
@@ -88,7 +95,7 @@ class QwenVL(TrainedPolicy[Config]):
         self.max_pictures = template.max_pictures
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
         self.reads_states = setup.kind == "hidden_states" and config.conditioning == "policy"
-        model = qwen_vl_loading.load_model(config)
+        model = load_model(config)
         text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
         self.banned_token_ids = prompting.banned_ids(
@@ -136,7 +143,7 @@ class QwenVL(TrainedPolicy[Config]):
     @classmethod
     def save_prompt_files(cls, config: Config, folder: Path) -> None:
         super().save_prompt_files(config, folder)
-        qwen_vl_loading.load_image_processor(config).save_pretrained(folder)
+        load_image_processor(config).save_pretrained(folder)
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:

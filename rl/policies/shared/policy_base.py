@@ -1,21 +1,22 @@
-"""The base class of the policies in `rl/policies`, and the config keys they share."""
+"""What the trainable policies share: loading, training, saving, where a run starts from."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
 from rl.api.policy import Decoder, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
-from rl.checkpoints.checkpoint import MODEL_FOLDER
 from rl.config.loading import not_a_file
 from rl.config.schema import RunConfig
 from rl.meter import MATRICES, prefix_tree_pairs
@@ -30,12 +31,85 @@ from rl.model_files import (
 )
 from rl.policies.shared.model_loading import adapt, local_folder
 from rl.policies.shared.packing import pack, positions
-from rl.policies.shared.start_from import differences, start_of
 from rl.printing import excerpt
 from rl.ranks.dist import is_sharded
+from rl.record.checkpoint import MODEL_FOLDER, held_out_rewards, model_folder, read_state
 
 if TYPE_CHECKING:
     import torch
+
+# ---- start from ----------------------------------------------------------------------------------
+# The checkpoint of another run whose adapter a policy starts from (`policy.from_run`).
+
+BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
+"""Keys of a policy's section that name its base model."""
+SHAPE = ("lora.r", "lora.alpha", "lora.target_modules")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint with an adapter."""
+
+    step: Path
+    iterations: int
+    policy: Mapping[str, Any]
+    """The policy section of the run that wrote it."""
+
+    def __str__(self) -> str:
+        reward = held_out_rewards(self.step.parent.parent).get(self.iterations)
+        score = "" if reward is None else f", held-out reward {reward:.3f}"
+        return f"{self.step} after {self.iterations} iterations{score}"
+
+
+def start_of(run: str) -> Start:
+    """The newest intact checkpoint of a run folder, or the checkpoint that `run` names. Raises
+    ValueError, with the remedy, if there is none or it holds no adapter."""
+    shown = excerpt(repr(run), 300)
+    if not Path(run).is_dir():
+        raise ValueError(f"{shown} is no folder; name a run folder or one of its checkpoints")
+    model = model_folder(Path(run))
+    step = model.parent
+    if model.name != MODEL_FOLDER or not (step / "state.json").is_file():
+        raise ValueError(f"{shown} has no checkpoint; name a run that has saved one")
+    if not (model / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{step} holds a whole model, no adapter; start from it with policy.model_path={model}"
+        )
+    state = read_state(step)
+    config = state["meta"].get("config")
+    policy = config.get("policy") if isinstance(config, Mapping) else None
+    if not isinstance(policy, Mapping):
+        raise ValueError(f"{step} is damaged: its state.json names no policy")
+    return Start(step, state["iteration"], policy)
+
+
+def differences(start: Start, config: BaseModel) -> list[str]:
+    """'key: why' for each key that makes the policy of the section `config` another model than the
+    start's. Raises ValueError (pydantic's) if this version cannot read the start's section."""
+    ours, theirs = config.model_dump(), dict(start.policy)
+    keys: tuple[str, ...] = ("type",)
+    if theirs.get("type") == ours.get("type"):
+        theirs = type(config).model_validate(theirs).model_dump()
+        keys = BASE + SHAPE
+    for section in (ours, theirs):
+        section |= {f"lora.{name}": value for name, value in (section.get("lora") or {}).items()}
+    return [
+        f"{key}: {excerpt(repr(ours.get(key)), 200)} given, but the adapter of from_run was "
+        f"trained with {excerpt(repr(theirs.get(key)), 200)}; make them equal"
+        for key in keys
+        if _comparable(ours.get(key)) != _comparable(theirs.get(key))
+    ]
+
+
+def _comparable(value: object) -> object:
+    """The same for all names of a folder, and for a list's items in any order."""
+    if isinstance(value, str) and Path(value).exists():
+        return Path(value).resolve()
+    return set(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+# ---- policy base ---------------------------------------------------------------------------------
+# The base class of the policies in `rl/policies`, and the config keys they share.
 
 WRAPPER = "model."
 """Prefix of the model's parameter names in the policy's module."""
@@ -75,8 +149,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     """Accepted values of `model_type` in a model's config.json."""
     model_classes: ClassVar[Set[str]]
     """Accepted values of `architectures` there: names of transformers classes."""
-    loading: Any
-    """Module with the functions `load_tokenizer(config)` and `load_model(config)`."""
+    load_tokenizer: Callable[[Any], Any]
+    load_model: Callable[[Any], Any]
+    """Static methods: a section's tokenizer; its model on the CPU, without an adapter."""
     embedding: str
     """Name of the embedding weight, which is also the head's weight if the two are tied."""
     vocabulary_slices: Sequence[int] = ()
@@ -180,13 +255,13 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
         """Save the files other than weights that prompts need: the tokenizer."""
-        cls.loading.load_tokenizer(config).save_pretrained(folder)
+        cls.load_tokenizer(config).save_pretrained(folder)
 
     def _prepared(self, model: Any, within: str) -> Any:
         """Prepares a loaded model for training: adds the adapter (see `adapt` for `within`) and
         moves the model to the policy's device. Raises ValueError for a model of another type: the
         type of a hub model is known only once it is loaded."""
-        from rl.policies.shared.recomputing import spare_activations
+        from rl.policies.shared.attention import spare_activations
 
         if (kind := model.config.model_type) not in self.model_types:
             raise ValueError(
@@ -261,7 +336,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return path if revision is None else str(local_folder(path, revision))
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
-        from rl.policies.shared.decoder import PackedDecoder
+        from rl.policies.shared.attention import PackedDecoder
 
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)
@@ -322,7 +397,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
         """The weights before training, on the CPU."""
-        base = self.loading.load_model(self.config)
+        base = self.load_model(self.config)
         align_weights(base, next(self.module.parameters()).device.type)
         return dict(base.state_dict())
 

@@ -27,7 +27,7 @@ from rl.renderers.emu3_vq.vq_checkpoint import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from rl.renderers.shared.batches import Outcome
+    from rl.renderers.shared.diffusion_loop import Outcome
 
 
 UNIT_CODES = 32 * 32
@@ -59,8 +59,7 @@ class Emu3Vq(Renderer[Config]):
     accepts = "image_tokens"
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        from rl.renderers.emu3_vq.codec import load_codec
-        from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop
+        from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop, load_codec
 
         super().__init__(config, resources)
         device = resolve_device(config.device, resources.device)

@@ -6,25 +6,24 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from typing_extensions import TypeVar
-
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.meter import denoising_flops
 from rl.model_files import num_parameters
-from rl.renderers.qwen_image.denoising_config import (
+from rl.renderers.qwen_image.qwen_image_config import (
     MODULATIONS,
     PATCH_PX,
     SIZE_MULTIPLE_PX,
-    DenoisingConfig,
-)
-from rl.renderers.qwen_image.qwen_image_plugin_base import (
     TEXT_TOKENS,
+    ConfigT,
     QwenImage,
     forwards_per_picture,
     output_area_px,
 )
 from rl.renderers.shared.diffusion_renderer import shape_of
+
+# ---- qwen image editor ---------------------------------------------------------------------------
+# Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts.
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "
@@ -42,8 +41,6 @@ PX_OF_POLICY_TOKEN = 28 * 28
 """Pixels of a source per token of Qwen2.5-VL."""
 HUB_MODULATION = 6.80e9
 """Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
-
-ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImageEditor(QwenImage[ConfigT]):
@@ -64,8 +61,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def load(cls, config: ConfigT, device: str) -> Any:
-        from rl.renderers.qwen_image.qwen_image_components import load_parts
-        from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
+        from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop, load_parts
 
         return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
 

@@ -1,4 +1,4 @@
-"""Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone."""
+"""Qwen-Image-2.1, without models: sections, checks, sizes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from rl.api.metric import Metric
 from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.meter import denoising_flops
-from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
-from rl.renderers.qwen_image.qwen_image_plugin_base import (
+from rl.renderers.qwen_image.qwen_image_config import (
+    PATCH_PX,
+    SIZE_MULTIPLE_PX,
     TEXT_TOKENS,
     QwenImage,
     forwards_per_picture,
     output_area_px,
 )
-from rl.renderers.qwen_image_21 import size_check
-from rl.renderers.qwen_image_21.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
+from rl.renderers.qwen_image_21.qwen_image_21_config import (
+    Config,
+    sigmas_of_folder,
+    size_problems,
+    wrong_steps,
+)
 from rl.renderers.shared.diffusion_renderer import shape_of
+
+# ---- qwen image 21 -------------------------------------------------------------------------------
+# Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone.
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 """The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""
@@ -81,7 +89,7 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run) + size_check.problems(config, run)
+        problems = super().problems(config, run) + size_problems(config, run)
         try:
             step_problem = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
         except ValueError as error:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl.api.plugin import FrozenModelConfig
 from rl.config.schema import MAX_SIDE_PX
-from rl.renderers.shared.scheduling import SchedulerOverrides
+from rl.renderers.shared.diffusion_renderer import SchedulerOverrides
 
 PATCH_PX = 16
 """One transformer token is 16x16 px: the VAE shrinks 8 times, patches are 2x2."""

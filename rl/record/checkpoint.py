@@ -1,4 +1,4 @@
-"""Writes, finds, checks, loads and prunes the checkpoints of a run."""
+"""Writes, verifies, finds and loads checkpoints; waits while the disk is full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,20 +15,73 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError  # nosec B403 - an error only
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl.checkpoints.full_disk import is_full, retry_until_space
 from rl.config import loading
 from rl.config.loading import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
-from rl.console import warn
-from rl.files import GoneError, current_path, fsync, read_object, read_rows, write_atomically
+from rl.console import duration, warn
+from rl.files import FULL, GoneError, current_path, fsync, read_object, read_rows, write_atomically
 from rl.printing import excerpt, scrub
-from rl.publish import hub
+from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
+from rl.record.publish import Pusher
 
 if TYPE_CHECKING:
     import torch
+
+# ---- full disk -----------------------------------------------------------------------------------
+# Retries a write until there is room for it, and logs once a minute that the run waits.
+
+T = TypeVar("T")
+
+WARN_EVERY_S = 60.0
+TRY_EVERY_S = 5.0
+POLL_EVERY_S = 0.2
+_RUST_ERROR = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
+"""How safetensors, which raises no OSError, ends its message about a full disk."""
+
+
+def retry_until_space(write: Callable[[], T], folder: Path, name: str) -> T:
+    """Call `write` until the disk of `folder` has space for it, and return its result. Raises the
+    disk's error once the process is asked to stop. Local (no collective)."""
+    began_s = time.monotonic()
+    next_warning_s = began_s
+    while True:
+        try:
+            result = write()
+        except Exception as error:
+            if not is_full(error) or signals.stop_received():
+                raise
+        else:
+            if next_warning_s > began_s:
+                waited = duration(time.monotonic() - began_s)
+                warn(f"{folder}: there is room again after {waited}, and {name} is written")
+            return result
+        if (now_s := time.monotonic()) >= next_warning_s:
+            next_warning_s = now_s + WARN_EVERY_S
+            warn(
+                f"{folder} has no room: {name} waits, for {duration(now_s - began_s)} now, and is "
+                "written once there is room (delete something, or raise the quota, or with prlimit "
+                "--fsize the largest size of a file); SIGTERM ends the run"
+            )
+        while time.monotonic() < now_s + TRY_EVERY_S and not signals.stop_received():
+            heartbeat.note_wait()
+            time.sleep(POLL_EVERY_S)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk or a user's share of it is full, or a file has reached its largest size,
+    whichever library says so."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    if error.__cause__ is not None and is_full(error.__cause__):
+        return True
+    return _RUST_ERROR.search(str(error)) is not None
+
+
+# ---- checkpoint ----------------------------------------------------------------------------------
+# Writes, finds, checks, loads and prunes the checkpoints of a run.
 
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
@@ -91,7 +145,7 @@ class Checkpoints:
         self._run_dir = run_dir
         self._config = config
         self._dist = dist
-        self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
+        self._pusher = Pusher(config.push_to_hub_repo_id, self.folder)
         self._reported: set[Path] = set()
         """Old checkpoints that cannot be pruned; the reason was already logged."""
 

@@ -1,4 +1,4 @@
-"""Base class of rewards that ask the judge, optionally several times, and average the scores."""
+"""Rewards by a judge's grades, read several times, and VIEScore's questions; tags in answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import Region, RewardInput, RewardOutput, is_unreadable
 from rl.config.schema import RunConfig
-from rl.judge.question import read_prompt
-from rl.judge.reply import Ranges, fields_schema, read_fields
+from rl.judge.reply import (
+    Ranges,
+    fields_schema,
+    fill_prompt,
+    read_fields,
+    read_prompt,
+    read_scores,
+    scores_schema,
+)
+
+# ---- repeated judging ----------------------------------------------------------------------------
+# Base class of rewards that ask the judge, optionally several times, and average the scores.
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
@@ -171,3 +181,83 @@ class JudgedReward(Reward[RepeatsT]):
             readings=values_K,
             regions=self.regions(*complete[0]),
         )
+
+
+# ---- viescore base -------------------------------------------------------------------------------
+# Base class of the VIEScore rewards (Ku et al. 2023, arXiv 2312.14867).
+
+PERCEPTION_MARKS = ("naturalness", "artifacts")
+PERCEPTION = {"perception_prompt": "viescore_perception.txt"}
+
+Marks = tuple[float, ...]
+
+
+class VieScoreConfig(RepeatsConfig):
+    """The judge's prompts, and how often each question is asked."""
+
+    perception_prompt: str = ""
+    """File with the question about the picture alone (picture sent last); '' = the built-in one."""
+    semantics_prompt: str = ""
+    """File with the question about meaning, with `{instruction}`; '' = the built-in one."""
+
+
+VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
+
+
+class PairedQuestions(JudgedReward[VieScoreT]):
+    """Asks two questions per picture: semantic consistency (SC), whose scores depend on the task,
+    and perceptual quality (PQ) of the picture alone: `naturalness`, and absence of `artifacts`. SC
+    and PQ are the minima of their scores, overall = sqrt(SC * PQ), all 0-10; value = overall / 10.
+    """
+
+    unit_parts = frozenset({"sc_01", "pq_01"})
+    questions_per_reading = 2
+    semantic_marks: ClassVar[tuple[str, ...]]
+    """Names of the scores that the semantic question asks for, in order."""
+
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        prompts = self.prompts_for(pictures)
+        semantics, perception = (fill_prompt(prompt, instruction) for prompt in prompts)
+        sources = numbered(pictures["source"]) if "source" in self.needs else []
+        return [
+            self._asked(self.semantic_marks, *sources, semantics, *pictures["image"]),
+            self._asked(PERCEPTION_MARKS, perception, *pictures["image"]),
+        ]
+
+    def _asked(self, marks: Sequence[str], *parts: str | Image) -> Asked:
+        question = Question(parts, scores_schema(len(marks), 0, 10), self.temperature)
+        return question, partial(read_scores, count=len(marks), low=0, high=10)
+
+    def reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
+        sc, pq, overall = self.joined(semantics, perception)
+        return {
+            **dict(zip(self.semantic_marks, semantics, strict=True)),
+            **dict(zip(PERCEPTION_MARKS, perception, strict=True)),
+            "sc": sc,
+            "pq": pq,
+            "overall": overall,
+            "sc_01": sc / 10,
+            "pq_01": pq / 10,
+        }
+
+    def joined(self, semantics: Marks, perception: Marks) -> tuple[float, float, float]:
+        """(SC, PQ, overall), each 0-10, from the scores of both questions."""
+        sc, pq = min(semantics), min(perception)
+        return sc, pq, (sc * pq) ** 0.5
+
+    def value_of(self, parts: Mapping[str, float]) -> float:
+        return parts["overall"] / 10
+
+
+# ---- tags ----------------------------------------------------------------------------------------
+# Finds `<name>...</name>` blocks in a completion.
+
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+"""A tag's name, without the angle brackets."""
+
+
+def last_block(text: str, name: str) -> str | None:
+    """The content of the last complete block of this name; None if there is none."""
+    end = text.rfind(f"</{name}>")
+    start = text.rfind(f"<{name}>", 0, max(end, 0))
+    return None if start < 0 else text[start + len(name) + 2 : end]

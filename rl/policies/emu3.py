@@ -1,0 +1,594 @@
+"""Emu3 writes pictures as tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from rl.api.data import RowCheck
+from rl.api.plugin import ModelFiles, unread
+from rl.api.policy import LoraSection, PolicySetup
+from rl.api.types import (
+    Action,
+    Completion,
+    ImageVocabulary,
+    Prompt,
+    PromptTemplate,
+    Row,
+    Sample,
+    TokenBatch,
+    TokenOutputs,
+    UnusableSampleError,
+)
+from rl.config.schema import MAX_TOKENS, RunConfig
+from rl.policies.shared import prompting
+from rl.policies.shared.model_loading import TEXT_FILES, folder_here, link_files, local_folder
+from rl.policies.shared.policy_base import TrainedPolicy, TrainedPolicyConfig
+from rl.progress import weights_counted
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# ---- emu3 prompts --------------------------------------------------------------------------------
+# Converts Emu3's prompts and completions to and from token ids, without weights.
+
+BOS, EOS = "<|extra_203|>", "<|extra_204|>"
+END_OF_ROW, END_OF_FRAME = "<|extra_200|>", "<|extra_201|>"
+IMAGE, IMAGE_START, IMAGE_END = "<|image token|>", "<|image start|>", "<|image end|>"
+VISUAL = "<|visual token {:06d}|>"
+_SIZE_AT_END = re.compile(r"\d+\*\d+$")
+
+
+@dataclass(frozen=True)
+class Emu3Vocabulary:
+    """The ids of Emu3's special and visual tokens."""
+
+    picture: ImageVocabulary
+    beginning: int
+    """The first token of every prompt."""
+    image_start: int
+    """Starts a picture; its size follows as text."""
+
+
+def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
+    """Find the ids by the tokens' texts.
+
+    Raises ValueError when a token is missing, or when the visual tokens are not the last ids, in
+    the order of their codes.
+    """
+    id_of: dict[str, int] = tokenizer.get_vocab()
+    names = (BOS, EOS, END_OF_ROW, END_OF_FRAME, IMAGE, IMAGE_START, IMAGE_END, VISUAL.format(0))
+    missing = [name for name in names if name not in id_of]
+    if missing:
+        raise ValueError(
+            f"policy.tokenizer_path: not an Emu3 tokenizer, it lacks {', '.join(missing)}; use "
+            "that of BAAI/Emu3-Stage1 or BAAI/Emu3-Gen"
+        )
+    start, end = id_of[VISUAL.format(0)], max(id_of.values()) + 1
+    for code, token_id in enumerate(range(start, end)):
+        if id_of.get(VISUAL.format(code)) != token_id:
+            raise ValueError(
+                f"policy.tokenizer_path: id {token_id} should be {VISUAL.format(code)!r}: the "
+                "visual tokens must be the vocabulary's last ids, one after the other"
+            )
+    picture = ImageVocabulary(
+        image=id_of[IMAGE],
+        end_of_row=id_of[END_OF_ROW],
+        end_of_frame=id_of[END_OF_FRAME],
+        end_of_image=id_of[IMAGE_END],
+        end_of_sequence=id_of[EOS],
+        visual_start=start,
+        visual_end=end,
+    )
+    return Emu3Vocabulary(picture, id_of[BOS], id_of[IMAGE_START])
+
+
+class Emu3Prompts:
+    """A prompt is: beginning token, the source picture's tokens, instruction, prefill."""
+
+    def __init__(
+        self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
+    ) -> None:
+        """`prefill`: the prompt's last text, which every completion continues. `{height}` and
+        `{width}` become the source's rows and columns of codes; special tokens stay special."""
+        self.tokenizer = tokenizer
+        self.vocabulary = find_vocabulary(tokenizer)
+        self._prefill = prefill
+        self._constrained = constrained
+        self._max_prompt_tokens = max_prompt_tokens
+        self._specials = tuple(prompting.special_texts(tokenizer))
+
+    def prompt(self, sample: Sample, max_completion_tokens: float = math.inf) -> Prompt:
+        """Raises UnusableSampleError naming the sample when its codes are missing or have no
+        tokens, when there are several pictures, when the prompt is too long, or when a picture of
+        the source's grid needs more tokens than a completion may have."""
+        prompting.sources_of(sample, 1)
+        if sample.source_codes is None:
+            raise UnusableSampleError(
+                f"sample {sample.id!r} has no source_codes, and Emu3 reads its picture as codes: "
+                "tokenise the data with rl prepare"
+            )
+        codes = sample.source_codes
+        try:
+            picture = self.picture_ids(codes)
+        except ValueError as error:
+            raise UnusableSampleError(
+                f"the source picture of sample {sample.id!r}: {error}"
+            ) from error
+        height, width = codes.shape
+        prefill = self._filled_prefill(height, width)
+        if any(special in sample.instruction for special in self._specials):
+            text_ids = prompting.plain_ids(self.tokenizer, sample.instruction)
+            text_ids += prompting.ids_of(self.tokenizer, prefill)
+        else:
+            text_ids = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
+        ids = (self.vocabulary.beginning, *picture, *text_ids)
+        if len(ids) > self._max_prompt_tokens:
+            raise UnusableSampleError(
+                f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
+                f"for pictures), more than policy.max_prompt_tokens = {self._max_prompt_tokens}: "
+                "raise it, or drop the sample"
+            )
+        shortest = len(self.picture_completion(codes))
+        if shortest > max_completion_tokens:
+            raise UnusableSampleError(
+                f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
+                f"{shortest} tokens, more than sampling.max_completion_tokens = "
+                f"{max_completion_tokens}: raise it, or drop the sample"
+            )
+        grid = (height, width) if self._constrained else None
+        return Prompt(sample=sample, token_ids=ids, grid=grid)
+
+    def _filled_prefill(self, height: int, width: int) -> str:
+        return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
+
+    def picture_ids(self, codes: np.ndarray) -> list[int]:
+        """Ids of the picture `codes` [h, w]: image start, 'h*w', image token, h rows of w visual
+        tokens that each end with end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065
+        tokens. Raises ValueError if a code has no token."""
+        picture = self.vocabulary.picture
+        num_codes = picture.visual_end - picture.visual_start
+        if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
+            spread = f"{codes.min()}..{codes.max()}" if codes.size else "none"
+            raise ValueError(
+                f"codes must be [h, w] from 0 to {num_codes - 1}, the tokenizer's visual tokens; "
+                f"given shape {codes.shape}, codes {spread}"
+            )
+        header = prompting.ids_of(self.tokenizer, "*".join(str(side) for side in codes.shape))
+        ids = [self.vocabulary.image_start, *header, picture.image]
+        for row in (codes.astype("int64") + picture.visual_start).tolist():
+            ids += [*row, picture.end_of_row]
+        return [*ids, picture.end_of_frame, picture.end_of_image]
+
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of `text` and the stop token."""
+        stop = self.vocabulary.picture.end_of_sequence
+        return (*prompting.plain_ids(self.tokenizer, text), stop)
+
+    def picture_completion(self, codes: np.ndarray, thought: str = "") -> tuple[int, ...]:
+        """Ids of `thought`, the picture and the stop token, as the policy would write them:
+        without the part of the picture that the prefill already contains."""
+        height, width = codes.shape
+        picture = self.picture_ids(codes)
+        prefill_ids = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
+        lengths = range(min(len(prefill_ids), len(picture)), 0, -1)
+        num_shared = next((n for n in lengths if prefill_ids[-n:] == picture[:n]), 0)
+        thought_ids = prompting.plain_ids(self.tokenizer, thought) if thought else []
+        return (*thought_ids, *picture[num_shared:], self.vocabulary.picture.end_of_sequence)
+
+    def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
+        """The completion's picture as [h, w] int32 codes, or why there is none."""
+        assert prompt.sample.source_codes is not None, "the prompt was built from them"
+        height, width = prompt.sample.source_codes.shape
+        ids, picture, ids_after = read_picture(token_ids, (height, width), self.vocabulary.picture)
+        before, after = self._text(ids), self._text(ids_after)
+        if isinstance(picture, str):
+            return Action(" ".join(filter(None, (before, after))), None, picture)
+        before = _SIZE_AT_END.sub("", before).rstrip()
+        thought = f"{before} " if before else ""
+        drawn = " ".join(filter(None, (f"[image {height}x{width}]", after)))
+        return Action(thought + drawn, picture, None, thought, len(ids) if before else 0)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text.strip()
+
+
+def read_picture(
+    token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
+) -> tuple[list[int], np.ndarray | str, list[int]]:
+    """(ids before the image token, all ids if there is none; the first picture as [h, w] int32
+    codes, or why it does not fit `grid` (rows, columns); ids after the picture)."""
+    import numpy as np
+
+    ids = list(token_ids)
+    if not ids or ids == [vocabulary.end_of_sequence]:
+        return ids, "empty: the completion holds no tokens", []
+    if vocabulary.image not in ids:
+        return ids, "no image token: the completion holds words alone", []
+    start = ids.index(vocabulary.image) + 1
+    ends = {vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence}
+    end = next((t for t in range(start, len(ids)) if ids[t] in ends), None)
+    rows: list[list[int]] = [[]]
+    for token_id in ids[start:end]:
+        if token_id == vocabulary.end_of_row:
+            rows.append([])
+        else:
+            rows[-1].append(token_id)
+    if not rows[-1]:  # an empty rest after the last end-of-row
+        rows.pop()
+    failure = _failure(rows, grid, vocabulary, cut=end is None)
+    before, after = ids[: start - 1], [] if end is None else ids[end:]
+    if failure:
+        return before, failure, after
+    codes = np.array(rows, dtype=np.int32) - np.int32(vocabulary.visual_start)
+    return before, codes, after
+
+
+def _failure(
+    rows: Sequence[Sequence[int]], grid: tuple[int, int], vocabulary: ImageVocabulary, cut: bool
+) -> str | None:
+    """Why `rows` are not a picture of size `grid`; the first word is stable, for counting."""
+    height, width = grid
+    start, end = vocabulary.visual_start, vocabulary.visual_end
+    num_strangers = sum(not start <= token_id < end for row in rows for token_id in row)
+    if num_strangers:
+        return f"strangers: {num_strangers} tokens among the rows are not visual tokens"
+    if cut and (len(rows) < height or len(rows[-1]) < width):
+        return f"cut off: the completion ends in row {max(len(rows), 1)} of {height}"
+    ragged = sorted({len(row) for row in rows})
+    if len(ragged) > 1:
+        return f"ragged: rows of {ragged[0]} to {ragged[-1]} visual tokens"
+    if len(rows) != height:
+        return f"rows: {len(rows)} of them, the source has {height}"
+    if ragged != [width]:
+        return f"columns: {ragged[0]} of them, the source has {width}"
+    return None
+
+
+# ---- emu3 loading --------------------------------------------------------------------------------
+# The keys of `policy: { type: 'emu3' }`; loads an Emu3 in transformers' or in BAAI's format.
+
+TEXT_SPECIALS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *(f"<|extra_{i}|>" for i in range(205)),
+)
+"""Special tokens whose ids are between the byte pairs' and those of `VISION_FILE`."""
+TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
+TOKENIZER_FILES = (("tokenizer.json", TIKTOKEN_FILE),)
+TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
+"""`model_type` of transformers' and of BAAI's configs."""
+
+Steps = Annotated[int, Field(ge=0)]
+Cycle = Annotated[int, Field(ge=1)]
+
+
+class Config(TrainedPolicyConfig):
+    """The policy section."""
+
+    model_path: str
+    """Folder or hub id of the weights: BAAI/Emu3-Gen, BAAI/Emu3-Stage1, or tuned from them."""
+    tokenizer_path: str = ""
+    """Folder or hub id of the tokenizer; '' = model_path."""
+    assistant_prefill: str = "<|image start|>"
+    """Text before every completion. '<|image start|>': a picture at once. " Let's think step by
+    step. <|start thinking|>": words first. '': the model decides. Special tokens written here are
+    special; `{height}` and `{width}` stand for the source's rows and columns of codes."""
+    constrained: bool = True
+    """True: sampling is constrained to the source's grid, with separate softmaxes for words and
+    codes. False: free sampling, one softmax over everything."""
+    lora: LoraSection | None = None
+    """null = full fine-tuning."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
+    """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
+    run, naming its sample."""
+    train_text_tokens_only: bool = False
+    """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
+    visual tokens alone in the others."""
+    text_only_cycle_steps: Cycle = 10
+    """Length of that cycle, iterations."""
+    text_only_steps: Steps = 10
+    """Of these, how many train text."""
+    train_vision_tokens_only: bool = False
+    """Train visual tokens alone in the first `vision_only_steps` iterations of every
+    `vision_only_cycle_steps`, everything in the others."""
+    vision_only_cycle_steps: Cycle = 10
+    """Length of that cycle, iterations."""
+    vision_only_steps: Steps = 10
+    """Of these, how many train visual tokens alone."""
+
+    def trained(self, iteration: int) -> tuple[bool, bool]:
+        """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
+        from 0 over the whole run. Both switches off: both are; both on: what both of them train."""
+        text = visual = True
+        if self.train_text_tokens_only:
+            trains_text = iteration % self.text_only_cycle_steps < self.text_only_steps
+            text, visual = trains_text, not trains_text
+        if self.train_vision_tokens_only:
+            text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
+        return text, visual
+
+
+def load_tokenizer(config: Config) -> Any:
+    """Load `tokenizer.json` or BAAI's tiktoken vocabulary. Raises ValueError without either."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = config.tokenizer_path or config.model_path
+    revision = None if config.tokenizer_path else config.revision
+    folder = local_folder(path, revision, TEXT_FILES)
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder)  # nosec B615 # a local folder
+    if (folder / TIKTOKEN_FILE).is_file() and (folder / VISION_FILE).is_file():
+        return PreTrainedTokenizerFast(
+            tokenizer_object=_read_tiktoken(folder),
+            bos_token="<|extra_203|>",
+            eos_token="<|extra_204|>",
+            pad_token="<|endoftext|>",
+            clean_up_tokenization_spaces=False,
+        )
+    raise ValueError(
+        f"policy.tokenizer_path: {path!r} holds neither tokenizer.json nor {TIKTOKEN_FILE} with "
+        f"{VISION_FILE}; name the repository the model was trained with (BAAI/Emu3-Stage1)"
+    )
+
+
+def _read_tiktoken(folder: Path) -> Any:
+    """A `tokenizers` tokenizer: byte-level BPE with Qwen's split pattern. Ids are in the order byte
+    pairs, `TEXT_SPECIALS`, vision tokens."""
+    from tokenizers import normalizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    class Converter(TikTokenConverter):
+        """tiktoken's own reader caches by path, and would miss that a file has changed."""
+
+        @staticmethod
+        def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
+            lines = (line.split() for line in Path(path).read_bytes().split(b"\n"))
+            return {base64.b64decode(token): int(rank) for token, rank in filter(None, lines)}
+
+    vision = (folder / VISION_FILE).read_bytes().decode().split("\n")
+    tokenizer = Converter(
+        vocab_file=str(folder / TIKTOKEN_FILE),
+        pattern=PRETOKENIZE_REGEX,
+        extra_special_tokens=[*TEXT_SPECIALS, *(line.strip() for line in vision if line.strip())],
+    ).converted()
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def read_model_config(folder: Path) -> Any:
+    """`Emu3TextConfig` of a model folder in either format, with dropout 0, because sampling runs
+    without dropout. Raises ValueError if `config.json` is of another model."""
+    from transformers import Emu3TextConfig
+
+    stored = json.loads((folder / "config.json").read_text())
+    model_type = stored.get("model_type")
+    if model_type not in (TEXT_MODEL, PUBLISHED_MODEL):
+        raise ValueError(
+            f"policy.model_path: {folder} holds a {model_type!r}, not an Emu3 language model: "
+            f"{TEXT_MODEL!r}, or {PUBLISHED_MODEL!r} as in BAAI/Emu3-Gen and BAAI/Emu3-Stage1"
+        )
+    names = {"rope_scaling", "rope_theta", *(field.name for field in fields(Emu3TextConfig))}
+    config = Emu3TextConfig.from_dict({k: v for k, v in stored.items() if k in names})
+    config.architectures = ["Emu3ForCausalLM"]
+    config.attention_dropout = 0.0
+    return config
+
+
+def load_model(config: Config) -> Any:
+    """`Emu3ForCausalLM` on the CPU, in the configured dtype, without an adapter. Both formats have
+    the same weight names.
+
+    Raises ValueError when the files lack weights.
+    """
+    import torch
+    from transformers import Emu3ForCausalLM
+
+    from rl.policies.shared.attention import register
+
+    folder = model_folder(config)
+    with weights_counted():
+        model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
+            folder,
+            config=read_model_config(folder),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=register(),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"policy.model_path: {config.model_path!r} lacks {len(missing)} weights of an Emu3 "
+            f"({missing[0]}, ...)"
+        )
+    return model
+
+
+def model_folder(config: Config) -> Path:
+    """The folder of weights and text files, downloaded if needed."""
+    patterns = [*TEXT_FILES, "*.safetensors"]
+    return local_folder(config.model_path, config.revision, patterns)
+
+
+# ---- emu3 ----------------------------------------------------------------------------------------
+# Policy plugin: Emu3, which reads a picture as tokens and writes words and a picture.
+
+
+class Emu3(TrainedPolicy[Config]):
+    """Writes pictures as [h, w] int32 codebook indices."""
+
+    model_types = frozenset({TEXT_MODEL, PUBLISHED_MODEL})
+    model_classes = frozenset({"Emu3ForCausalLM"})
+    emits = frozenset({"image_tokens"})
+    needs = frozenset({"source_codes"})
+    starts_as_stock = True
+    load_tokenizer = staticmethod(load_tokenizer)
+    load_model = staticmethod(load_model)
+    embedding = "model.embed_tokens.weight"
+
+    prompts: Emu3Prompts
+
+    def __init__(self, config: Config, setup: PolicySetup) -> None:
+        from rl.policies.shared.trained_module import SlicedHead, TrainedModule
+
+        super().__init__(config, setup)
+        self.prompts = self._prompts_of(config)
+        picture = self.prompts.vocabulary.picture
+        self.image_vocabulary = picture if config.constrained else None
+        self.stop_token_ids = (picture.end_of_sequence,)
+        model = load_model(config)
+        self.state_dim = model.config.hidden_size
+        vocab_size, num_tokens = model.config.vocab_size, picture.visual_end
+        if vocab_size < num_tokens:
+            raise ValueError(
+                f"policy.tokenizer_path: the tokenizer has {num_tokens} tokens, the model "
+                f"{vocab_size}: they do not belong together"
+            )
+        model.lm_head = SlicedHead(model.lm_head.weight)
+        if config.constrained:
+            self.vocabulary_slices = (0, picture.visual_start, num_tokens)
+        else:
+            self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # ids without a token
+        # Adapts layers only: an adapted head could not be projected slice by slice.
+        self.module = TrainedModule(self._prepared(model, within=r".*\.layers\..*"), self)
+
+    @staticmethod
+    def _prompts_of(config: Config) -> Emu3Prompts:
+        return Emu3Prompts(
+            load_tokenizer(config),
+            config.assistant_prefill,
+            config.constrained,
+            config.max_prompt_tokens,
+        )
+
+    @classmethod
+    def row_check(
+        cls, config: Config, template: PromptTemplate | None, max_completion_tokens: int
+    ) -> RowCheck:
+        """Builds each prompt, if the tokenizer's files are here."""
+
+        @cache
+        def prompts() -> Emu3Prompts | None:
+            path = config.tokenizer_path or config.model_path
+            revision = None if config.tokenizer_path else config.revision
+            folder = folder_here(path, revision, TOKENIZER_FILES)
+            here = config.model_copy(update={"tokenizer_path": str(folder)})
+            return None if folder is None else cls._prompts_of(here)
+
+        def check(identity: str, instruction: str, sizes: object, codes: np.ndarray | None) -> bool:
+            if (builder := prompts()) is None:
+                return False
+            sample = Sample(identity, instruction, source_codes=codes)
+            builder.prompt(sample, max_completion_tokens)
+            return True
+
+        return check
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        weights = ModelFiles(
+            "model_path", config.model_path, cls.model_types, revision=config.revision
+        )
+        tokenizer_files = TOKENIZER_FILES
+        if not config.tokenizer_path:
+            return [replace(weights, files=tokenizer_files)]
+        tokenizer = ModelFiles(
+            "tokenizer_path",
+            config.tokenizer_path,
+            config_required=False,
+            weights=(),
+            files=tokenizer_files,
+        )
+        return [weights, tokenizer]
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        errors = super().problems(config, run)
+        errors += [
+            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
+            f"({kind}_only_cycle_steps); for always, make them equal"
+            for kind, steps, cycle in (
+                ("text", config.text_only_steps, config.text_only_cycle_steps),
+                ("vision", config.vision_only_steps, config.vision_only_cycle_steps),
+            )
+            if steps > cycle
+        ]
+        # Both cycles begin in iteration 0, so if they ever collide, they collide there.
+        if not any(config.trained(0)):
+            errors.append(
+                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
+                "iteration 0; keep one"
+            )
+        if "<|image token|>" in config.assistant_prefill:
+            errors.append(
+                "assistant_prefill: contains '<|image token|>', which starts the picture's rows "
+                "before sampling is constrained; end the prefill before it"
+            )
+        return errors
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        for kind, is_on in (
+            ("text", config.train_text_tokens_only),
+            ("vision", config.train_vision_tokens_only),
+        ):
+            if not is_on:
+                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
+                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
+
+    def engine_folder(self) -> str:
+        """A folder of links to the weights, with config and tokenizer files in transformers'
+        format: an engine loads it without remote code."""
+        overlay = Path(self._overlay.name)
+        if not (overlay / "config.json").exists():
+            folder = model_folder(self.config)
+            read_model_config(folder).to_json_file(overlay / "config.json")
+            self.prompts.tokenizer.save_pretrained(overlay)
+            link_files(folder, overlay, skip=(".py", ".bin", "token"))
+        return str(overlay)
+
+    def build_prompt(self, sample: Sample) -> Prompt:
+        return self.prompts.prompt(sample, self.setup.max_completion_tokens)
+
+    def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+        """If constrained: `forced` [B, C] bool on the CPU, True for tokens without a choice."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        from rl.api.image_grammar import forced_tokens
+
+        if not self.config.constrained:
+            return {}
+        picture = self.prompts.vocabulary.picture
+        forced_B = [
+            torch.tensor(forced_tokens(ids, prompt.grid, picture), dtype=torch.bool)
+            for prompt, ids in rows
+            if prompt.grid is not None
+        ]
+        return {"forced": pad_sequence(forced_B, batch_first=True)}
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] True for the tokens (visual codes, or text: all others) that the schedule trains."""
+        text, visual = self.config.trained(iteration)
+        picture = self.prompts.vocabulary.picture
+        start, end = picture.visual_start, picture.visual_end
+        return [visual if start <= token_id < end else text for token_id in completion.token_ids]
+
+    def decode_actions(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        return [self.prompts.action(prompt, token_ids) for prompt, token_ids in rows]
