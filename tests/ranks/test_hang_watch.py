@@ -25,7 +25,7 @@ LIMIT_S = 8.0
 SCRIPT = """
     import ctypes, os, signal, sys, threading, time
     from pathlib import Path
-    from rl.ranks import endings, heartbeat
+    from rl.ranks import heartbeat, supervision
 
     def hang_in(library):
         mutex = ctypes.create_string_buffer(64)

@@ -80,7 +80,7 @@ def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_traceback_of_an_unexpected_error_is_guarded_too() -> None:
-    code = f"from rl.text import terminal; terminal.guard(); raise ValueError({EVIL!r})"
+    code = f"from rl import printing; printing.guard(); raise ValueError({EVIL!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 1
     assert_harmless(result.stderr)
@@ -105,9 +105,9 @@ def test_a_full_disk_under_the_log_does_not_end_the_run() -> None:
     """Rank 0 prints, and its console writes to the unguarded stream."""
     script = """
 import sys
-from rl.text import terminal
+from rl import printing
 from rl.console import Console, warn
-terminal.guard(keeps_going=True)
+printing.guard(keeps_going=True)
 Console(True).say("a line")
 print("another", flush=True)
 warn("a third")
@@ -124,8 +124,8 @@ def test_closed_standard_streams_are_not_replaced_by_later_files(tmp_path: Path)
     """`>&-` or a daemon may close them; C libraries still print to descriptors 1 and 2."""
     script = """
 import os, sys
-from rl.text import terminal
-terminal.guard(keeps_going=True)
+from rl import printing
+printing.guard(keeps_going=True)
 files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(3)]
 print("Python's", file=sys.stderr, flush=True)
 os.write(1, b"a C library's")
