@@ -32,6 +32,7 @@ from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines, repeats_line, write_audit_page
 from rl.audit.audit_sets import configured_cases, pair_cases, run_cases
 from rl.audit.audit_statistics import noise_sd, reliability
+from rl.check.judge_verdict import audited_rewards, file_of
 from rl.check.this_machine import has_gpus
 from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         parts = resolved.by_judge
-        asked = [key for key, part in parts.items() if judge_audit.audited_rewards(part)[0]]
+        asked = [key for key, part in parts.items() if audited_rewards(part)[0]]
         codes = {asyncio.run(_run(args, key, parts[key])) for key in asked or ["judge"]}
         return next((code for code in (2, 1, 3) if code in codes), 0)
     except BrokenPipeError:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> int:
     """Ask one judge; `key`: as in `Resolved.by_judge`. Returns the exit code."""
-    names, reasons = judge_audit.audited_rewards(resolved)
+    names, reasons = audited_rewards(resolved)
     for reason in reasons:
         print(reason)
     if not names:
@@ -100,7 +101,7 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
                 raise ValueError(f"--pairs: {args.pairs} has no usable row")
         else:
             cases = configured_cases(resolved, names, args.cases, args.seed)
-        file = judge_audit.file_of(config)
+        file = file_of(config)
         judge_audit.save_results(resolved)  # finds an unwritable file before questions cost
         started = time.monotonic()
         if args.action == "attack":
@@ -133,7 +134,7 @@ async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClien
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
-    log = judge_audit.file_of(resolved.config).with_suffix(".log")
+    log = file_of(resolved.config).with_suffix(".log")
     bases: Sequence[str]
     if config.start_command:
         bases = [await stack.enter_context(StartedJudge(config, log)).wait_until_ready()]

@@ -5,6 +5,7 @@ Axes: `_P` prompts, `_G` completions of a prompt.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import SyncError, sync
 from rl.ranks.dist import Dist
+from rl.text import command_line, terminal
 
 ENGINE_CONFIG = "configs/quickstart.jsonnet"
 """Its policy samples with an engine that is tested without a config."""
@@ -51,6 +53,14 @@ class NotApplicableError(Exception):
 def _require(good: bool, problem: str) -> None:
     if not good:
         raise FaultError(problem)
+
+
+@command_line.program
+def main(argv: Sequence[str] | None = None) -> int:
+    """`argv`: as `rl check --conformance` gives it: the plugin, perhaps a config and overrides."""
+    terminal.guard()
+    plugin, *rest = sys.argv[1:] if argv is None else argv
+    return run(plugin, rest[0] if rest else None, rest[1:])
 
 
 def run(plugin: str, config: str | None, overrides: Sequence[str]) -> int:
@@ -394,3 +404,7 @@ def _gradient(subject: Subject, max_tokens: int) -> dict[str, Tensor]:
         _update(subject, policy, learner, 0)
         parts = ((name.partition("/"), tensor) for name, tensor in learner.state()[0].items())
         return {name: tensor for (part, _, name), tensor in parts if part == "exp_avg"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
+from rl.check.judge_verdict import judge_passed
 from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state, sound
@@ -42,7 +43,6 @@ from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.environment import record_environment
-from rl.run.judge_gate import judge_passed
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
@@ -346,8 +346,9 @@ def _open_judges(
     passed: list[bool] = []
     for key, part in resolved.by_judge.items():
         if part.needs_judge:
-            judges[key] = _open_judge(part, key, dist, loop, stack, console, sample)
-            verdict = judge_passed(part, judges[key], dist, loop, console)
+            log = part.config.run_dir / "logs" / f"{key}_{dist.rank - dist.local_rank}.log"
+            judges[key] = _open_judge(part, key, log, dist, loop, stack, console, sample)
+            verdict = judge_passed(resolved, key, judges[key], log, dist, loop, console)
             passed += [] if verdict is None else [verdict]
     return judges, all(passed) if passed else None
 
@@ -355,6 +356,7 @@ def _open_judges(
 def _open_judge(
     resolved: build.Resolved,
     key: str,
+    log: Path,
     dist: Dist,
     loop: BackgroundLoop,
     stack: ExitStack,
@@ -365,7 +367,6 @@ def _open_judge(
     reported within seconds if it is unreachable or cannot grade. That of a judge which only grades
     held-out pictures is a warning."""
     config = resolved.config.judge
-    log = resolved.config.run_dir / "logs" / f"{key}_{dist.rank - dist.local_rank}.log"
     if config.start_command:
         console.say(f"starting the judge ({key}); its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
