@@ -33,9 +33,11 @@ MIN_PAIRS = 8
 RULES = 2
 """The number of the rules that decide; an audit by others counts as none."""
 PICTURES = frozenset({"source", "image", "target"})
-AUDIT = (sys.executable, "-u", "-P", "-m", "rl.audit.audit_at_start")
-"""Audits a judge: a program, because a run imports no tools."""
-MAX_LINE_BYTES = 2**20
+AUDIT = (
+    *(sys.executable, "-u", "-P", "-m", "rl.commands.audit_judge"),
+    *("audit", "stdin", "--at-start"),
+)
+"""The program that audits the judge of a starting run, which does not import it."""
 REMEDY = (
     "`rl judge audit` with this config shows the errors (docs/judge.md); set judge.audit: 'warn' "
     "to train with this judge nevertheless"
@@ -112,10 +114,10 @@ def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
 def rewards_that_ask(resolved: Resolved) -> list[str]:
     """Of the audited rewards, those that a start audits: they train, and need no model but the
     judge."""
-    plugins = {name: resolved.rewards[name] for name in audited_rewards(resolved)[0]}
     return [
         name
-        for name, plugin in plugins.items()
+        for name in audited_rewards(resolved)[0]
+        for plugin in [resolved.rewards[name]]
         if plugin.cls.needs_judge and not (plugin.cls.runs_model or plugin.keys.held_out_only)
     ]
 
@@ -275,10 +277,10 @@ def judge_passed(
         try:
             known = verdict(part)
             if known.passed is None and setting == "required":
-                left_out = {base: [*dialect.names] for base, dialect in judge.dialects().items()}
-                asked = {"config": resolved.config.model_dump(mode="json"), "left_out": left_out}
-                audit = _audit([*AUDIT, key, str(log)], json.dumps(asked), console)
-                loop.run(audit, signals.stop_received)
+                loop.run(
+                    _audit(resolved.config, [key, str(log), *judge.dialects()], console),
+                    signals.stop_received,
+                )
                 known = verdict(part)
         except (ConfigError, JudgeError, ValueError) as error:  # broadcast to the other ranks below
             known = Verdict(False, f"the judge cannot be audited: {error}")
@@ -292,21 +294,25 @@ def judge_passed(
     return bool(known.passed)
 
 
-async def _audit(command: Sequence[str], asked: str, console: Console) -> None:
+async def _audit(config: RunConfig, words: Sequence[str], console: Console) -> None:
     """Audit a judge now, in a child process that does not outlive this coroutine; it shows what the
     child prints. Raises JudgeError with the reason that the child writes to stderr."""
-    own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8:backslashreplace"}
     child = await asyncio.create_subprocess_exec(
-        *command,
+        *AUDIT,
+        *words,
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        limit=MAX_LINE_BYTES,
-        env={**os.environ, **own},
+        limit=2**20,  # of a line
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),  # with the run's plugins
+            "PYTHONIOENCODING": "utf-8:backslashreplace",
+        },
     )
     assert child.stdin and child.stdout and child.stderr
     try:
-        child.stdin.write(asked.encode())
+        child.stdin.write(json.dumps(config.model_dump(mode="json")).encode())
         child.stdin.write_eof()
         reason = asyncio.create_task(child.stderr.read())
         async for line in child.stdout:
@@ -316,7 +322,6 @@ async def _audit(command: Sequence[str], asked: str, console: Console) -> None:
         if child.returncode is None:
             child.kill()
             await child.wait()
-    if code and signals.stop_received():  # a batch system's signal, which the child got, too
-        raise StoppedError
-    if code:
-        raise JudgeError(text or f"the audit ended with exit code {code}")
+    if code:  # perhaps by a batch system's signal, which the run got, too
+        error = JudgeError(text or f"the audit ended with exit code {code}")
+        raise StoppedError if signals.stop_received() else error

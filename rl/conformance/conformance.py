@@ -57,18 +57,16 @@ def _require(good: bool, problem: str) -> None:
 
 @command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
-    """`argv`: as `rl check --conformance` gives it: the plugin, perhaps a config and overrides."""
+    """Print a line per check. `argv`: the plugin, perhaps a config and overrides, as `rl check`
+    read them. Exit code: 0; 1 if one failed or the plugin cannot be loaded."""
     terminal.guard()
     plugin, *rest = sys.argv[1:] if argv is None else argv
-    return run(plugin, rest[0] if rest else None, rest[1:])
-
-
-def run(plugin: str, config: str | None, overrides: Sequence[str]) -> int:
-    """Print a line per check. Exit code: 0; 1 if one failed or the plugin cannot be loaded."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rl_conformance_") as folder:
         try:
-            subject = Subject(resolved(plugin, config, overrides, Path(folder)), Path(folder))
+            subject = Subject(
+                resolved(plugin, rest[0] if rest else None, rest[1:], Path(folder)), Path(folder)
+            )
         except ConfigError as error:
             print("\n".join(error.problems))
             return 1

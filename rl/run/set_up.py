@@ -376,15 +376,12 @@ def _open_judge(
     judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())
-    reachable = api_bases
-    if trains:
-        reachable = loop.run(judge.check_health(), signals.stop_received)
+    reachable = loop.run(judge.check_health(), signals.stop_received) if trains else api_bases
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
     outcome = JudgeCheck()
     if asks:
-        wait_s = 0.0 if trains else START_PATIENCE_S
-        question = ask_judge(resolved, reachable, wait_s, sample)
+        question = ask_judge(resolved, reachable, 0.0 if trains else START_PATIENCE_S, sample)
         outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)

@@ -67,7 +67,7 @@ def subject(folder: Path, tmp_path: Path) -> conformance.Subject:
 def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = (folder / "my_plugins/smolvlm.py").read_text()
     assert policy.count("\n") < 120
-    assert conformance.run(PLUGIN, None, []) == 0
+    assert conformance.main([PLUGIN]) == 0
     out = capsys.readouterr().out
     assert out.count("PASS ") == len(conformance.CHECKS) == 8, out
 
@@ -246,9 +246,7 @@ def test_the_command_hands_over_what_it_was_given(words: Sequence[str], cause: s
     ],
 )
 def test_shipped_plugins_conform(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    plugin, *rest = words
-    config = rest[0] if rest else None
-    assert conformance.run(plugin, config, rest[1:]) == 0, capsys.readouterr().out
+    assert conformance.main(words) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -56,8 +56,9 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_spec(judge_verdict.AUDIT[-1])
-    monkeypatch.setattr(judge_verdict, "AUDIT", (sys.executable, "-u", "-P", str(TINY_AUDIT)))
+    assert find_spec(judge_verdict.AUDIT[4])
+    tiny = (sys.executable, "-u", "-P", str(TINY_AUDIT), *judge_verdict.AUDIT[5:])
+    monkeypatch.setattr(judge_verdict, "AUDIT", tiny)
 
 
 @pytest.mark.slow
