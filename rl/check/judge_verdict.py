@@ -306,7 +306,7 @@ async def _audit(config: RunConfig, words: Sequence[str], console: Console) -> N
         limit=2**20,  # of a line
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),  # with the run's plugins
+            "PYTHONPATH": os.pathsep.join(sys.path),  # has its plugins
             "PYTHONIOENCODING": "utf-8:backslashreplace",
         },
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ async def _at_start(key: str, log: str, *api_bases: str) -> int:
     """Audit the judge of a run that starts, whose config is on stdin. `key`: as in
     `Resolved.by_judge`; `log`, `api_bases`: as in `_client`."""
     started = time.monotonic()
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # as the run, from its folder, too
     resolved = build.resolve(RunConfig.model_validate_json(sys.stdin.read())).by_judge[key]
     names = rewards_that_ask(resolved)
     cases = configured_cases(resolved, names, judge_audit.NUM_CASES, seed=0)

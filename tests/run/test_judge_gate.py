@@ -30,6 +30,14 @@ from rl.report.summary import alarms
 
 TINY_AUDIT = Path(__file__).resolve().parents[1] / "tiny_audit.py"
 
+MINE = """
+from rl.rewards import viescore
+class Config(viescore.Config):
+    type: str
+class Mine(viescore.VieScore):
+    Config = Config
+"""
+
 
 def overrides(folder: Path) -> list[str]:
     """So few cases suffice for this line."""
@@ -118,13 +126,15 @@ def test_an_undecided_audit_is_no_passed_one(
 def test_a_judge_of_its_own_is_audited_with_its_own_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child reads the judge's key from the environment."""
+    """Also a reward of the working folder; the judge's key is in the environment."""
+    (tmp_path / "audited_here").mkdir()
+    (tmp_path / "audited_here/mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEY_OF_THE_SECOND", "a-key-of-some-length")
     own = "{model: 'tiny-world-judge', revision: 'b', audit: 'required', audit_min_auroc: 0.5, "
     own += "audit_set: 'data', api_key_env: 'KEY_OF_THE_SECOND'}"
-    second = (
-        f"rewards={{viescore: {{type: 'viescore'}}, second: {{type: 'viescore', judge: {own}}}}}"
-    )
+    second = f"rewards.second={{type: 'audited_here.mine', judge: {own}}}"
     with gate(tmp_path, "sound") as (_, passes):
         assert passes(second, key="rewards.second.judge") is True
     [entry] = json.loads((tmp_path / judge_verdict.FILE).read_text()).values()
