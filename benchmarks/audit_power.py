@@ -16,7 +16,8 @@ import numpy as np
 
 from rl.api.types import Sample
 from rl.audit.audit_cases import CORRECT, KINDS, Case
-from rl.audit.judge_audit import Asked, RewardAudit, measured
+from rl.audit.judge_audit import Asked, measured
+from rl.check.judge_verdict import RewardAudit
 from rl.config.schema import JudgeConfig
 
 SCALES = {

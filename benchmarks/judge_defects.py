@@ -16,7 +16,8 @@ from rl import build
 from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines
 from rl.audit.audit_sets import configured_cases
-from rl.audit.judge_audit import AttackResult, RewardAudit
+from rl.audit.judge_audit import AttackResult
+from rl.check.judge_verdict import RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
 from tiny_world.judge_server import JudgeServer

@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.conformance:
         if find_spec("torch") is None:
             sys.exit("--conformance runs the plugin's model: install the training packages first")
-        from rl.conformance import conformance
-
-        sys.exit(conformance.run(args.conformance, args.config, args.overrides))
+        python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.conformance.conformance"]
+        words = [args.conformance, *filter(None, [args.config]), *args.overrides]
+        os.execv(python[0], [*python, *words])
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))

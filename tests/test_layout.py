@@ -51,11 +51,11 @@ LAYERS = [
     {"learner"},
     {"rollout"},
     {"build"},
-    {"audit", "memory"},
+    {"memory"},
     {"simulation"},
     {"check"},
     {"run"},
-    {"check_gpu", "edit", "rehearsal", "report"},
+    {"audit", "check_gpu", "edit", "rehearsal", "report"},
     {"conformance"},
     {"train"},
     {"commands", "notebook", "simple_launch"},
@@ -63,6 +63,12 @@ LAYERS = [
 ]
 """Layers of folders of `rl/`, or files beside them: a file imports only from its own folder and
 from earlier layers."""
+TOOLS = frozenset(
+    {"audit", "check_gpu", "commands", "conformance", "edit", "notebook", "rehearsal", "report"}
+)
+"""Folders, or files, for the time before and after a run: the trainer imports none of them."""
+STARTS_TOOLS = ("__main__.py", "__init__.py", "test_distributed_env.py")
+"""Files of `rl/` that are no tools and may import them."""
 ENTRY = "rl.ranks.worker"
 """A program that no other file imports and that may import from more folders."""
 
@@ -195,6 +201,20 @@ def test_imports_only_go_down() -> None:
     ]
     assert not upward, upward
     assert not [each.place for each in imports() if each.module == ENTRY]
+
+
+def test_the_trainer_imports_no_tools() -> None:
+    """It starts them as programs."""
+    assert {folder_of(module_name(file)) for file in SOURCES} > TOOLS
+    wrong = [
+        each.place
+        for each in imports()
+        if folder_of(each.module) in TOOLS
+        and each.module.startswith("rl.")
+        and folder_of(module_name(each.file)) not in TOOLS
+        and each.file not in [ROOT / "rl" / name for name in STARTS_TOOLS]
+    ]
+    assert not wrong, wrong
 
 
 def test_every_program_guards_what_it_prints() -> None:

@@ -15,7 +15,8 @@ from PIL.Image import Image
 from rl.audit.audit_cases import CORRECT, KINDS, Case
 from rl.audit.audit_statistics import readings_for
 from rl.audit.judge_attacks import ATTACKS
-from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
+from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult
+from rl.check.judge_verdict import Kind, RewardAudit
 from rl.files import downscale, write_atomically
 from rl.printing import load_template
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from rl import build
-from rl.audit import judge_audit
-from rl.check import compatibility
+from rl.check import compatibility, judge_verdict
 from rl.check.ask_judge import START_PATIENCE_S, ask_judge
 from rl.check.check_data import DataReport, check_data
 from rl.check.dry_run import dry_problems, plugins_to_try
@@ -280,9 +279,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         for name, plugin in resolved.rewards.items()
         if plugin.cls.needs_judge
     ]
-    if judge.audit != "off" and judge_audit.rewards_that_ask(resolved):
+    if judge.audit != "off" and judge_verdict.rewards_that_ask(resolved):
         with suppress(ValueError):  # a damaged file, which `_audit_problems` reports
-            known = judge_audit.verdict(resolved)
+            known = judge_verdict.verdict(resolved)
             at_start = known.passed is None and judge.audit == "required"
             lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
     in_flight = judge.max_concurrency * config.world_size
@@ -305,10 +304,10 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
 def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
     for key, part in resolved.by_judge.items():
         setting = part.config.judge.audit
-        if setting == "off" or not judge_audit.rewards_that_ask(part):
+        if setting == "off" or not judge_verdict.rewards_that_ask(part):
             continue
         try:
-            verdict = judge_audit.verdict(part)
+            verdict = judge_verdict.verdict(part)
         except ValueError as error:
             yield f"{key}.audit: {error}"
             continue

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, redirect_stderr
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -32,8 +33,10 @@ from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines, repeats_line, write_audit_page
 from rl.audit.audit_sets import configured_cases, pair_cases, run_cases
 from rl.audit.audit_statistics import noise_sd, reliability
+from rl.check.judge_verdict import audited_rewards, file_of, rewards_that_ask
 from rl.check.this_machine import has_gpus
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import ConfigError, RunConfig, load_config
+from rl.console import duration
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
     parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
     parser.add_argument("--run", metavar="FOLDER", help="ask again about this run's pictures")
+    parser.add_argument("--at-start", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: at least 1")
@@ -66,9 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.seed and (args.pairs or args.run):
         parser.error("--seed draws other scenes: leave it out with --pairs and --run")
     try:
+        if args.at_start:
+            with redirect_stderr(sys.stdout):  # stderr has nothing but the reason of a failure
+                return asyncio.run(_at_start(*args.at_start))
         resolved = build.resolve(load_config(args.config, args.overrides))
         parts = resolved.by_judge
-        asked = [key for key, part in parts.items() if judge_audit.audited_rewards(part)[0]]
+        asked = [key for key, part in parts.items() if audited_rewards(part)[0]]
         codes = {asyncio.run(_run(args, key, parts[key])) for key in asked or ["judge"]}
         return next((code for code in (2, 1, 3) if code in codes), 0)
     except BrokenPipeError:
@@ -80,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> int:
     """Ask one judge; `key`: as in `Resolved.by_judge`. Returns the exit code."""
-    names, reasons = judge_audit.audited_rewards(resolved)
+    names, reasons = audited_rewards(resolved)
     for reason in reasons:
         print(reason)
     if not names:
@@ -89,7 +96,7 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
     config = resolved.config
     device = "cuda:0" if has_gpus() else "cpu"
     async with AsyncExitStack() as stack:
-        client = await _client(resolved, stack)
+        client = await _client(resolved, stack, file_of(config).with_suffix(".log"))
         if args.run:
             return await _ask_run(find_run(args.run), resolved, names, client, device, args.cases)
         if args.pairs:
@@ -99,7 +106,7 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
                 raise ValueError(f"--pairs: {args.pairs} has no usable row")
         else:
             cases = configured_cases(resolved, names, args.cases, args.seed)
-        file = judge_audit.file_of(config)
+        file = file_of(config)
         judge_audit.save_results(resolved)  # finds an unwritable file before questions cost
         started = time.monotonic()
         if args.action == "attack":
@@ -127,17 +134,37 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
     return code
 
 
-async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClient | None:
-    """A client of the config's judge, which is started if the config says so."""
+async def _at_start(key: str, log: str, *api_bases: str) -> int:
+    """Audit the judge of a run that starts, whose config is on stdin. `key`: as in
+    `Resolved.by_judge`; `log`, `api_bases`: as in `_client`."""
+    started = time.monotonic()
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # as the run, from its folder, too
+    resolved = build.resolve(RunConfig.model_validate_json(sys.stdin.read())).by_judge[key]
+    names = rewards_that_ask(resolved)
+    cases = configured_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
+    print(f"auditing the judge on {len(cases)} samples of known quality")
+    async with AsyncExitStack() as stack:
+        client = await _client(resolved, stack, Path(log), api_bases)
+        audits = await judge_audit.audit_all(resolved, names, client, "cpu", cases)
+    judge_audit.save_results(resolved, audits=audits)
+    took = duration(time.monotonic() - started)
+    for audit in audits:
+        passed = [f"{audit.reward}: PASS in all {len(audit.kinds)} kinds, {took}"]
+        print("\n".join(audit_lines(audit) if audit.failures or audit.doubts else passed))
+    return 0
+
+
+async def _client(
+    resolved: build.Resolved, stack: AsyncExitStack, log: Path, api_bases: Sequence[str] = ()
+) -> JudgeClient | None:
+    """A client of the config's judge, which is started if the config says so. `log`: the output of
+    a started judge; `api_bases`: where it runs already."""
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
-    log = judge_audit.file_of(resolved.config).with_suffix(".log")
-    bases: Sequence[str]
-    if config.start_command:
-        bases = [await stack.enter_context(StartedJudge(config, log)).wait_until_ready()]
-    else:
-        bases = resolve_api_bases(config.api_base)
+    if config.start_command and not api_bases:
+        api_bases = [await stack.enter_context(StartedJudge(config, log)).wait_until_ready()]
+    bases = api_bases or resolve_api_bases(config.api_base)
     client = JudgeClient(config, bases, check=partial(raise_if_ended, config, log))
     stack.push_async_callback(client.aclose)
     await client.check_health(0.0)

@@ -5,6 +5,7 @@ Axes: `_P` prompts, `_G` completions of a prompt.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from rl import build
+from rl import build, printing
 from rl.api import find
 from rl.api.engine import Engine
 from rl.api.policy import Policy
@@ -52,12 +53,18 @@ def _require(good: bool, problem: str) -> None:
         raise FaultError(problem)
 
 
-def run(plugin: str, config: str | None, overrides: Sequence[str]) -> int:
-    """Print a line per check. Exit code: 0; 1 if one failed or the plugin cannot be loaded."""
+@printing.program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line per check. `argv`: the plugin, perhaps a config and overrides, as `rl check`
+    read them. Exit code: 0; 1 if one failed or the plugin cannot be loaded."""
+    printing.guard()
+    plugin, *rest = sys.argv[1:] if argv is None else argv
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rl_conformance_") as folder:
         try:
-            subject = Subject(resolved(plugin, config, overrides, Path(folder)), Path(folder))
+            subject = Subject(
+                resolved(plugin, rest[0] if rest else None, rest[1:], Path(folder)), Path(folder)
+            )
         except ConfigError as error:
             print("\n".join(error.problems))
             return 1
@@ -393,3 +400,7 @@ def _gradient(subject: Subject, max_tokens: int) -> dict[str, Tensor]:
         _update(subject, policy, learner, 0)
         parts = ((name.partition("/"), tensor) for name, tensor in learner.state()[0].items())
         return {name: tensor for (part, _, name), tensor in parts if part == "exp_avg"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

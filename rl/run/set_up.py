@@ -16,6 +16,7 @@ from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
+from rl.check.judge_verdict import judge_passed
 from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.config.schema import JudgeConfig, RunConfig
@@ -38,7 +39,6 @@ from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.environment import record_environment
-from rl.run.judge_gate import judge_passed
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
@@ -343,8 +343,9 @@ def _open_judges(
     passed: list[bool] = []
     for key, part in resolved.by_judge.items():
         if part.needs_judge:
-            judges[key] = _open_judge(part, key, dist, loop, stack, console, sample)
-            verdict = judge_passed(part, judges[key], dist, loop, console)
+            log = part.config.run_dir / "logs" / f"{key}_{dist.rank - dist.local_rank}.log"
+            judges[key] = _open_judge(part, key, log, dist, loop, stack, console, sample)
+            verdict = judge_passed(resolved, key, judges[key], log, dist, loop, console)
             passed += [] if verdict is None else [verdict]
     return judges, all(passed) if passed else None
 
@@ -352,6 +353,7 @@ def _open_judges(
 def _open_judge(
     resolved: build.Resolved,
     key: str,
+    log: Path,
     dist: Dist,
     loop: BackgroundLoop,
     stack: ExitStack,
@@ -362,7 +364,6 @@ def _open_judge(
     reported within seconds if it is unreachable or cannot grade. That of a judge which only grades
     held-out pictures is a warning."""
     config = resolved.config.judge
-    log = resolved.config.run_dir / "logs" / f"{key}_{dist.rank - dist.local_rank}.log"
     if config.start_command:
         console.say(f"starting the judge ({key}); its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
@@ -372,15 +373,12 @@ def _open_judge(
     judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())
-    reachable = api_bases
-    if trains:
-        reachable = loop.run(judge.check_health(), signals.stop_received)
+    reachable = loop.run(judge.check_health(), signals.stop_received) if trains else api_bases
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
     outcome = JudgeCheck()
     if asks:
-        wait_s = 0.0 if trains else START_PATIENCE_S
-        question = ask_judge(resolved, reachable, wait_s, sample)
+        question = ask_judge(resolved, reachable, 0.0 if trains else START_PATIENCE_S, sample)
         outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)

@@ -19,6 +19,7 @@ from rl.audit.audit_cases import CORRECT, Case
 from rl.audit.audit_report import audit_lines
 from rl.audit.audit_sets import run_cases
 from rl.audit.judge_audit import Asked
+from rl.check.judge_verdict import verdict
 from rl.commands import audit_judge as command
 from rl.config.schema import JudgeConfig, load_config
 from rl.judge.client import JudgeError
@@ -123,11 +124,11 @@ def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
     audit = judge_audit.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
     with pytest.raises(JudgeError, match="16 of 48 results got no usable reply"):
         judge_audit.save_results(resolved, audits=[audit])
-    assert judge_audit.verdict(resolved).passed is None
+    assert verdict(resolved).passed is None
     audit = judge_audit.measured("r", CASES, replies(lost, "unreadable: prose"), limits)
     judge_audit.save_results(resolved, audits=[audit])
-    verdict = judge_audit.verdict(resolved)
-    assert verdict.passed is False and "partial: no usable reply to 100%" in verdict.text
+    known = verdict(resolved)
+    assert known.passed is False and "partial: no usable reply to 100%" in known.text
 
 
 @pytest.mark.slow
@@ -151,11 +152,11 @@ def test_the_command_keeps_its_result_by_the_judges_identity(
     page = (tmp_path / "judge_audit.html").read_text()
     assert page.count("data:image/webp") >= 12 * 3 and "<script" not in page
     resolved = build.resolve(load_config(arguments[0], arguments[1:]))
-    assert judge_audit.verdict(resolved).passed is True
+    assert verdict(resolved).passed is True
     for change in ("judge.revision=b", "judge.temperature=0.5", "rewards.viescore.n_evals=1"):
         other = build.resolve(load_config(arguments[0], [*arguments[1:], change]))
         same = change.endswith("n_evals=1")  # the default
-        assert judge_audit.verdict(other).passed is (True if same else None), change
+        assert verdict(other).passed is (True if same else None), change
 
 
 @pytest.mark.slow

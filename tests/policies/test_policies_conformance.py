@@ -67,7 +67,7 @@ def subject(folder: Path, tmp_path: Path) -> conformance.Subject:
 def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = (folder / "my_plugins/smolvlm.py").read_text()
     assert policy.count("\n") < 120
-    assert conformance.run(PLUGIN, None, []) == 0
+    assert conformance.main([PLUGIN]) == 0
     out = capsys.readouterr().out
     assert out.count("PASS ") == len(conformance.CHECKS) == 8, out
 
@@ -223,6 +223,19 @@ def test_what_cannot_be_tested_is_refused(
         conformance.resolved(plugin, config, [], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--check", "--conformance=nothing"], "neither a policy nor an engine"),
+        (["my.jsonnet", "a=1", "--conformance", "emu3", "--check"], "my.jsonnet: no such config"),
+    ],
+)
+def test_the_command_hands_over_what_it_was_given(words: Sequence[str], cause: str) -> None:
+    command = [sys.executable, "-m", "rl.simple_launch", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and cause in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -233,9 +246,7 @@ def test_what_cannot_be_tested_is_refused(
     ],
 )
 def test_shipped_plugins_conform(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-    plugin, *rest = words
-    config = rest[0] if rest else None
-    assert conformance.run(plugin, config, rest[1:]) == 0, capsys.readouterr().out
+    assert conformance.main(words) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.judge_defects import DefectiveJudge
 from rl import build
-from rl.audit import judge_audit
-from rl.check import check_report
+from rl.check import check_report, judge_verdict
+from rl.check.judge_verdict import judge_passed
 from rl.config.schema import load_config
 from rl.console import Console
 from rl.judge.client import JudgeClient, JudgeError
-from rl.judge.http import BackgroundLoop
+from rl.judge.http import BackgroundLoop, StoppedError
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.publish import model_card
 from rl.report.summary import alarms
-from rl.run.judge_gate import judge_passed
+
+TINY_AUDIT = Path(__file__).resolve().parents[1] / "tiny_audit.py"
+
+MINE = """
+from rl.rewards import viescore
+class Config(viescore.Config):
+    type: str
+class Mine(viescore.VieScore):
+    Config = Config
+"""
 
 
 def overrides(folder: Path) -> list[str]:
@@ -33,12 +49,13 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
     """A judge with `defect`, and a function: the `judge_passed` of a run that uses this judge."""
     with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
 
-        def passes(*changes: str) -> bool | None:
+        def passes(*changes: str, key: str = "judge") -> bool | None:
             config = load_config("configs/quickstart.jsonnet", [*overrides(folder), *changes])
-            client = JudgeClient(config.judge, judge.api_base)
+            resolved = build.resolve(config)
+            client = JudgeClient(resolved.by_judge[key].config.judge, judge.api_base)
             try:
-                resolved = build.resolve(config)
-                return judge_passed(resolved, client, Dist(), loop, Console(True))
+                log = folder / "judge_0.log"
+                return judge_passed(resolved, key, client, log, Dist(), loop, Console(True))
             finally:
                 loop.submit(client.aclose()).result()
 
@@ -47,8 +64,9 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_audit, "NUM_CASES", 3)
-    monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
+    assert find_spec(judge_verdict.AUDIT[4])
+    tiny = (sys.executable, "-u", "-P", str(TINY_AUDIT), *judge_verdict.AUDIT[5:])
+    monkeypatch.setattr(judge_verdict, "AUDIT", tiny)
 
 
 @pytest.mark.slow
@@ -82,7 +100,7 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
     config = load_config("configs/quickstart.jsonnet", overrides(tmp_path))
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
-    file = tmp_path / judge_audit.FILE
+    file = tmp_path / judge_verdict.FILE
     text = file.read_text()
     [key] = json.loads(text)
     damages = (('"auroc":', '"area":'), ('"auroc":', '"auroc": "x", "mean":'), ('"date"', '"day"'))
@@ -102,6 +120,68 @@ def test_an_undecided_audit_is_no_passed_one(
         assert "UNDECIDED: add cases" in capsys.readouterr().out
         assert passes("judge.audit_min_auroc=0.85", "judge.audit=warn") is False
         assert "is undecided" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_judge_of_its_own_is_audited_with_its_own_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a reward of the working folder; the judge's key is in the environment."""
+    (tmp_path / "audited_here").mkdir()
+    (tmp_path / "audited_here/mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEY_OF_THE_SECOND", "a-key-of-some-length")
+    own = "{model: 'tiny-world-judge', revision: 'b', audit: 'required', audit_min_auroc: 0.5, "
+    own += "audit_set: 'data', api_key_env: 'KEY_OF_THE_SECOND'}"
+    second = f"rewards.second={{type: 'audited_here.mine', judge: {own}}}"
+    with gate(tmp_path, "sound") as (_, passes):
+        assert passes(second, key="rewards.second.judge") is True
+    [entry] = json.loads((tmp_path / judge_verdict.FILE).read_text()).values()
+    assert [audit["reward"] for audit in entry["audits"]] == ["rewards.second"]
+    assert entry["judge"]["revision"] == "b" and "viescore" not in entry["judge"]["rewards"]
+
+
+def test_an_audit_that_cannot_be_made_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gate(tmp_path, "sound") as (judge, passes):
+        (tmp_path / "judge_0.ended").write_text("the judge ended with exit code 3")
+        with pytest.raises(JudgeError, match="cannot be audited: the judge ended with exit code 3"):
+            passes()
+        judge.close()
+        (tmp_path / "judge_0.ended").unlink()
+        with pytest.raises(JudgeError, match=r"^judge\.audit: .* cannot be audited: no judge at"):
+            passes()
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(judge_verdict, "AUDIT", ("sh", "-c", "kill -9 $$"))
+        with pytest.raises(JudgeError, match="the audit ended with exit code -9"):
+            passes()
+        monkeypatch.setitem(signals._received_s, signal.SIGTERM, 0.0)
+        with pytest.raises(StoppedError):  # a batch system signals both
+            passes()
+
+
+def test_a_stop_signal_ends_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_s: list[float] = []
+    is_over = threading.Event()
+    with gate(tmp_path, "sound") as (judge, passes):
+
+        def never(parts: object) -> str:
+            signals._received_s.setdefault(signal.SIGTERM, 0.0)
+            asked_s.append(time.monotonic())
+            is_over.wait(60)
+            return ""
+
+        monkeypatch.setattr(signals, "_received_s", {})
+        judge.answer = never  # type: ignore[assignment, method-assign]
+        with pytest.raises(StoppedError):
+            passes()
+        assert time.monotonic() - asked_s[0] < 10
+        is_over.set()
+    programs = [child.cmdline() for child in psutil.Process().children()]
+    assert not [words for words in programs if str(TINY_AUDIT) in words]
+    assert not (tmp_path / judge_verdict.FILE).exists()
 
 
 def test_page_and_card_say_whether_the_judge_passed() -> None:
