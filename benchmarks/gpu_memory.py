@@ -19,11 +19,11 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.gpu_policy import graded
 from rl import build
+from rl.check import memory_plan
 from rl.check_gpu.gpu_renderers import Forward, edit_step, small_parts, step_21
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.memory import footprint, memory_plan
 
 MAX_RATIO = 1.1
 """Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""
@@ -79,7 +79,7 @@ def transformer(setup: Setup, released: str) -> Iterator[Line]:
         counts(renderer.config)["transformer"]
         for counts in (renderer.cls.parameter_counts, renderer.cls.activation_counts)
     )
-    plan_gb = (weights + activations) * footprint.BYTES[setup.dtype] / 1e9
+    plan_gb = (weights + activations) * memory_plan.BYTES[setup.dtype] / 1e9
     keys = {"renderer.batch_size": str(max(1, batch // 2))}
     yield _against_plan(f"{what}, memory", setup, plan_gb, keys)
 
@@ -113,7 +113,7 @@ def policy(setup: Setup) -> Iterator[Line]:
     finite = all(bool(p.isfinite().all()) for p in built.module.parameters())
     note = f"prompt of {len(prompt.token_ids)} tokens, {group} x {num_tokens} written"
     yield result(what, finite, note, "use another GPU")
-    sizes = footprint.sizes(released)
+    sizes = memory_plan.sizes(released)
     assert sizes is not None
     tokens = len(prompt.token_ids) + group * num_tokens
     sizes = replace(sizes, forward_tokens=tokens, kept_tokens=tokens, engine=None, frozen=[])

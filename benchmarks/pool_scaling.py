@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.sleeping_renderer import Config, SleepingRenderer
 from rl.api.types import HiddenStates, RenderJob, Sample
+from rl.check.iteration_time import Iteration, Machines, simulate
 from rl.config.schema import RenderPoolConfig
 from rl.pool import ray_cluster
 from rl.pool.dispatch import Dispatcher
 from rl.pool.pool_worker import facts_of_code, spec_of
 from rl.ranks.dist import Dist
-from rl.simulation.iteration_model import Iteration, Machines, simulate
 
 NUM_PICTURES, TRIES = 64, 3
 

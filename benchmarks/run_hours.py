@@ -3,7 +3,7 @@
     python -m benchmarks.run_hours
 
 Nothing is timed: FLOPs are divided by the share of a GPU's rate that was measured on an H100, or
-assumed (rl/simulation/phase_times.py).
+assumed (rl/check/iteration_time.py).
 Start, held-out evaluations and checkpoints are left out.
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 
 from rl import build
-from rl.config.schema import load_config
-from rl.memory import footprint
-from rl.simulation.phase_times import (
+from rl.check import memory_plan
+from rl.check.iteration_time import (
     COMPLETION_SHARE,
     JUDGE_FLOPS,
     JUDGE_FLOPS_S,
@@ -24,6 +23,7 @@ from rl.simulation.phase_times import (
     group_flops,
     sampling_s,
 )
+from rl.config.schema import load_config
 
 EMU3_TOKENS = 1065
 """Length of Emu3's completion, which is a picture."""
@@ -55,7 +55,7 @@ def row(name: str) -> str:
     config = load_config(f"configs/{name}.jsonnet", (), ENVIRONMENT)
     gpu = gpu_of(config.gpu_gb)
     resolved = build.resolve(config)
-    sizes = footprint.sizes(resolved)
+    sizes = memory_plan.sizes(resolved)
     assert sizes is not None
     length = COMPLETION_SHARE * config.sampling.max_completion_tokens
     if resolved.policy.name == "emu3":

@@ -15,9 +15,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.run_hours import ENVIRONMENT
 from rl import build
+from rl.check.iteration_time import Machines, computed, simulate
 from rl.config.schema import load_config
-from rl.simulation.iteration_model import Machines, simulate
-from rl.simulation.phase_times import computed
 
 IMAGE = Path("docs/images/scale_plan.png")
 WORKERS = [0, *(2**n for n in range(3, 10))]

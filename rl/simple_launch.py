@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build, printing
-from rl.check import check_report, run_folder, this_machine, what_changes
-from rl.check.check_data import check_data
-from rl.check.fetch import fetch_small_files, fetch_weights
+from rl.check import check_report, this_machine
+from rl.check.check_report import check_data
+from rl.check.this_machine import fetch_small_files, fetch_weights
 from rl.config.loading import GONE, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import write_atomically
@@ -100,13 +100,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            origin = what_changes.origin_of(args.config, args.overrides)
+            origin = check_report.origin_of(args.config, args.overrides)
             text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             printing.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         problems += check_report.problems(config, with_data=False)
         problems = problems or _memory_problems(args, config)
-        problems = problems or run_folder.create_and_check(config.run_dir)
+        problems = problems or check_report.create_and_check(config.run_dir)
         if problems:
             raise ConfigError(problems)
         resolved = build.resolve(config)
@@ -119,12 +119,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
         if any(": missing" in problem for problem in problems):
-            problems = what_changes.explained(
-                problems, what_changes.origin_of(args.config, args.overrides)
+            problems = check_report.explained(
+                problems, check_report.origin_of(args.config, args.overrides)
             )
         printing.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    origin = what_changes.origin_of(args.config, args.overrides)
+    origin = check_report.origin_of(args.config, args.overrides)
     for title, lines in check_report.remarks(resolved, data, origin).items():
         for line in lines:
             _say(f"{title}: {line}")

@@ -18,8 +18,7 @@ from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_text
 from rl.run.run import PendingStep, Run
-from rl.run.set_up import NothingToDoError, open_run
-from rl.run.torchrun import load_in_rank
+from rl.run.set_up import NothingToDoError, load_in_rank, open_run
 from rl.seeds import derive_seed
 
 

@@ -51,8 +51,6 @@ LAYERS = [
     {"learner"},
     {"rollout"},
     {"build"},
-    {"memory"},
-    {"simulation"},
     {"check"},
     {"run"},
     {"audit", "check_gpu", "edit", "rehearsal", "report"},

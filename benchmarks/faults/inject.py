@@ -62,7 +62,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
         if phase == name and done >= finished:
             trigger(how)
 
-    at_calls("rl.run.last_finished:LastFinished.note", note)
+    at_calls("rl.run.saving:LastFinished.note", note)
     at_calls("rl.console:PhaseTimer.phase", before)
 
 

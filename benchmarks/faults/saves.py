@@ -55,7 +55,7 @@ class KillAt:
     def __call__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._note = os.open(run_dir.parent / NOTE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        at_calls("rl.run.last_finished:LastFinished.note", self._on_finished)
+        at_calls("rl.run.saving:LastFinished.note", self._on_finished)
         at_files(run_dir, self._before)
 
     def _on_finished(self, _: object, done: int, *__: object) -> None:

@@ -151,7 +151,7 @@ def _rank(folder_name: str, inject: Injection | None, console: Connection) -> No
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
     note = os.open(folder / "finished.txt", os.O_WRONLY)
     at_calls(
-        "rl.run.last_finished:LastFinished.note",
+        "rl.run.saving:LastFinished.note",
         lambda _, done, *__: os.pwrite(note, str(done).encode(), 0),
     )
     if inject is not None:

@@ -1,40 +1,426 @@
-"""Reports what a config would do, without training and without torch: `rl check config.jsonnet`."""
+"""What `rl check` says of a config: the report, keys without effect, what a file changes, rows."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import shlex
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rl import build
-from rl.check import compatibility, judge_verdict
-from rl.check.ask_judge import START_PATIENCE_S, ask_judge
-from rl.check.check_data import DataReport, check_data
-from rl.check.dry_run import dry_problems, plugins_to_try
-from rl.check.fetch import hub_models, is_offline
+from rl.api import find
+from rl.api.find import misspelt
+from rl.api.plugin import unread
+from rl.api.policy import Policy
+from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
+from rl.check import compatibility, judge_verdict, memory_plan
+from rl.check.compatibility import check_resume
+from rl.check.dry_run import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
+from rl.check.iteration_time import pool_lines
+from rl.check.memory_plan import Plan
 from rl.check.memory_remedies import memory_problems
-from rl.check.no_effect import doubtful, no_effect
-from rl.check.resume import check_resume
-from rl.check.run_folder import folder_problems
 from rl.check.this_machine import (
     disk_line,
     has_gpus,
     host_memory_gb,
+    hub_models,
+    is_offline,
     machine_lines,
     machine_problems,
 )
-from rl.check.what_changes import UNKNOWN, Origin, changes, dropped, explained
-from rl.config.schema import ConfigError, RunConfig, listed
+from rl.config.loading import FOLDER, GONE, escaped, find_config, not_a_file, own_and_base
+from rl.config.schema import (
+    SHIPPED_LOSSES,
+    ConfigError,
+    JudgeConfig,
+    RunConfig,
+    SamplingConfig,
+    listed,
+)
 from rl.judge.http import resolve_api_bases
-from rl.memory import footprint, memory_plan
-from rl.memory.memory_plan import Plan
 from rl.policies.shared.policy_base import start_of
-from rl.printing import remember, scrubbed
+from rl.printing import excerpt, remember, scrub, scrubbed
 from rl.ranks import dist
-from rl.record.checkpoint import find, read_state
-from rl.simulation.pool_report import pool_lines
+from rl.record.checkpoint import find as find_checkpoint
+from rl.record.checkpoint import read_state
+from rl.record.run_summary import LOCKS
+
+# ---- no effect -----------------------------------------------------------------------------------
+# Reports keys that are set without effect, or probably without the effect that the user means.
+
+UNREAD: Mapping[str, tuple[str, Any]] = {
+    "algorithm.kl_estimator kl_placement": ("kl_coeff", 0),
+    "algorithm.advantage_eps": ("advantage_scale", "none"),
+    "algorithm.importance_cap": ("importance_correction", "none"),
+    "optimizer.zero_stage": ("backend", "torch"),
+    "evaluation.": ("every_n_iterations", 0),
+    "evaluation.top_k": ("temperature", 0),
+    "checkpoint.push_to_hub_repo_id": ("push_to_hub_every_n_iterations", 0),
+    "tracking.wandb_project": ("wandb", "off"),
+    "tracking.trackio_space": ("trackio", False),
+    "tracking.images_per_iteration keep_images_of_last_n_iterations thumbnails_mb": (
+        "log_episodes_every_n_iterations",
+        0,
+    ),
+    "judge.start_timeout_s": ("start_command", []),
+}
+"""'section.key key ...' (no key: the whole section) -> (another key of the section, the value of
+that key with which the first ones have no effect)."""
+
+
+def no_effect(resolved: Resolved) -> list[str]:
+    """'key: why' for each key that has no effect and is set to another value than its default."""
+    problems = [*_rules(resolved)]
+    for plugin in resolved.plugins:
+        lines = ask_plugin(plugin, "no_effect")[0] or []
+        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
+        problems += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
+    return list({line.partition(":")[0]: line for line in reversed(problems)}.values())[::-1]
+
+
+def _rules(resolved: Resolved) -> Iterator[str]:
+    config, policy, renderer = resolved.config, resolved.policy, resolved.renderer
+    algorithm, optimizer = config.algorithm, config.optimizer
+    thought, lora = policy.config.thought, policy.config.lora
+    if not resolved.by_judge["judge"].needs_judge:
+        yield from unread(config.judge, None, "no reward asks this judge", "judge.")
+    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
+    for plugin in resolved.rewards.values():
+        if plugin.keys.held_out_only and not is_evaluated:
+            yield f"{plugin.key}.held_out_only: nothing is evaluated, so the reward grades nothing"
+        if plugin.keys.judge is not None:
+            yield from _own_judge(plugin, plugin.keys.judge)
+    for keys_path, (gate_key, value) in UNREAD.items():
+        name, _, keys = keys_path.partition(".")
+        section = getattr(config, name)
+        if getattr(section, gate_key) == value:
+            yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
+    if config.data.validation and not config.evaluation.every_n_iterations:
+        yield "data.validation: evaluation.every_n_iterations is 0, so nothing is evaluated"
+    one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
+    if one_update and not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES:
+        why = "one update an iteration and max_staleness 0: the ratio is 1"
+        yield from unread(algorithm, "clip_low clip_high", why, "algorithm.")
+    elif algorithm.loss == "cispo":
+        yield from unread(algorithm, "clip_low", "'cispo' has no lower bound", "algorithm.")
+    kept, why_not_kept = memory_plan.kept_tokens(resolved)
+    if not kept and optimizer.max_kept_tokens != 0:
+        why = f"nothing can be kept ({why_not_kept})"
+        yield from unread(optimizer, "max_kept_tokens", why, "optimizer.")
+    if thought is None:
+        why = "policy.thought is null, so there is no thought to leave out"
+        yield from unread(config.evaluation, "thought_gain", why, "evaluation.")
+    if not renderer.cls.makes_images:
+        why = f"renderer {renderer.name} makes no pictures"
+        yield from unread(config, "images_per_completion", why)
+    if policy.cls.pass_through_completion is Policy.pass_through_completion:
+        yield from unread(config, "bare_arm", f"policy {policy.name} has no bare arm")
+    if renderer.cls.accepts != "hidden_states":
+        why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
+        yield from unread(
+            policy.config, " ".join(sorted(policy.cls.keys_for_states)), why, "policy."
+        )
+        if thought is not None:
+            yield from unread(thought, "states", why, "policy.thought.")
+
+
+def _own_judge(plugin: RewardPlugin, judge: JudgeConfig) -> Iterator[str]:
+    """The keys of a reward's own judge that nothing reads."""
+    at = f"{plugin.key}.judge."
+    if not plugin.cls.needs_judge:
+        yield from unread(judge, None, f"reward {plugin.name} asks no judge", at)
+    yield from unread(judge, "max_failure_rate unreadable", "the run's judge has the limits", at)
+    if plugin.keys.held_out_only:
+        audit = [key for key in type(judge).model_fields if key.startswith(("audit", "attack"))]
+        yield from unread(judge, " ".join(audit), "a start audits judges that train", at)
+
+
+def doubtful(resolved: Resolved) -> list[str]:
+    """'key: why' for each key that is valid but probably does not do what the user means."""
+    sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
+    cuts_tokens = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    problems = [
+        f"sampling.{key}: {getattr(sampling, key):g} removes tokens, so the engine's log-probs are "
+        "of the truncated distribution, the trainer's of the full one: every importance weight is "
+        "below 1, mismatch/* measures the truncation, and an engine with wrong weights is not "
+        f"noticed. Use {SamplingConfig.model_fields[key].default} (off)"
+        for key, cuts in cuts_tokens.items()
+        if cuts
+    ]
+    for key, part in resolved.by_judge.items():
+        is_second = not any(plugin.trains for plugin in part.rewards.values())
+        if key != "judge" and is_second and part.config.judge.model == resolved.config.judge.model:
+            problems.append(
+                f"{key}.model: {part.config.judge.model!r} is the run's judge, with the same blind "
+                "spots. Use a model of another family"
+            )
+    checkpoint = resolved.config.checkpoint
+    if checkpoint.keep_every_n_iterations % checkpoint.save_every_n_iterations:
+        problems.append(
+            f"checkpoint.keep_every_n_iterations: {checkpoint.keep_every_n_iterations} is no "
+            f"multiple of save_every_n_iterations ({checkpoint.save_every_n_iterations}), so few "
+            "of these checkpoints exist"
+        )
+    if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
+        problems.append(
+            f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "
+            "deviation, which loss 'dr_grpo' avoids (Liu et al. 2025). Use 'none', or loss "
+            "'grpo' or 'dapo'"
+        )
+    if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
+        problems.append(
+            "algorithm.truncated_completions: 'mask' keeps an unfinished thought out of the loss, "
+            "so the policy is never taught to end one. Use 'floor' or 'score'"
+        )
+    return problems
+
+
+# ---- run folder ----------------------------------------------------------------------------------
+# Checks that a run's folder can be used: it is a folder, writable, with ordinary files.
+
+LOGS = "logs"
+APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
+"""Existing files in the run folder that a resumed run opens for writing."""
+_OPENED_INSIDE = (LOGS, "judge")
+"""Folders in the run folder in which a resumed run opens existing files for writing."""
+
+
+def folder_problems(run_dir: Path) -> list[str]:
+    """Why `run_dir` cannot be a run's folder: it or a parent is not a folder, one of its files is a
+    link or not a regular file, or one of its folders or files is not writable."""
+    if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return _problem(run_dir, "belongs to the kernel; name another folder")
+    if run_dir.parts[0].startswith("~"):
+        return _problem(run_dir, "begins with ~, which only a shell replaces; write it out")
+    for path in (run_dir, *run_dir.parents):
+        why = not_a_file(path)
+        if why == FOLDER:
+            break
+        if why != GONE:
+            return _problem(path, f"{why or 'is a file'}; name a folder")
+    if not_a_file(run_dir) != FOLDER:
+        return []
+    opened_paths = [run_dir / name for name in APPENDED]
+    opened_paths += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
+    for path in opened_paths:  # folders may be links to another disk
+        if path.is_symlink() and not path.is_dir():
+            return _problem(path, "is a link, and a run does not write through links; remove it")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return _problem(path, "is not an ordinary file; remove it")
+    entries = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
+    for path in (run_dir, *sorted(entries), *(run_dir / LOGS).glob("*.log")):
+        mode = os.W_OK | (os.X_OK if path.is_dir() else 0)
+        if not os.access(path, mode, effective_ids=os.access in os.supports_effective_ids):
+            return _read_only(path, "no permission, or a read-only disk")
+    return []
+
+
+def create_and_check(run_dir: Path) -> list[str]:
+    """Create the folder and its `logs`, where ranks write first; return its `folder_problems`."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # private until the user shares it
+        (run_dir / LOGS).mkdir(exist_ok=True)
+        if problems := folder_problems(run_dir):
+            return problems
+        for folder in (run_dir, run_dir / LOGS):
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return _read_only(Path(error.filename or run_dir), error.strerror or str(error))
+    return []
+
+
+def _read_only(path: Path, why: str) -> list[str]:
+    return _problem(path, f"cannot be written to ({why}); make it writable or use another folder")
+
+
+def _problem(path: Path, problem: str) -> list[str]:
+    return [f"base_exp_dir: {excerpt(str(path), 300)} {problem}"]
+
+
+# ---- what changes --------------------------------------------------------------------------------
+# What a config changes of the file that it imports, and what it drops of it by mistake.
+
+Values = Mapping[str, Any]
+MAX_LINES, MAX_CHARS, MAX_DROPPED = 40, 78, 3
+NAMES = ("run_name", "base_exp_dir")
+"""The report's first line has them."""
+BY_NAME = ("rewards", "weights")
+"""Their keys are names of rewards; others are no mistake."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A config's own values and those of the file that it is built upon, as `own_and_base`."""
+
+    own: Values = field(default_factory=dict)
+    base: Values = field(default_factory=dict)
+    name: str = ""
+
+
+UNKNOWN = Origin()
+
+
+def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
+    """The origin of the config in the file at `path`."""
+    file = find_config(path)
+    return Origin(**own_and_base(file, overrides, os.environ)) if file else UNKNOWN
+
+
+def changes(origin: Origin) -> dict[str, list[str]]:
+    """Title -> 'key: value (was value)' for all that differs from the imported file or, without
+    one, from the defaults; {} if nothing does."""
+    base = dict(_leaves(origin.base))
+    lines = []
+    for key, value in _leaves(origin.own):
+        if value != base.get(key, ...) and key not in NAMES:
+            max_chars = (MAX_CHARS - len(key)) // (1 + (key in base))
+            was = f" (was {_text(base[key], max_chars)})" if key in base else ""
+            lines.append(f"{key}: {_text(value, max_chars)}{was}")
+    more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return {f"differs from {origin.name}": [*lines[:MAX_LINES], *more]} if lines else {}
+
+
+def dropped(resolved: Resolved, origin: Origin) -> list[str]:
+    """'section: what it drops of the imported file' for each section replaced without `+`."""
+    now = dict(_leaves(resolved.config.model_dump(mode="json")))
+    for plugin in resolved.plugins:
+        now |= _leaves(plugin.config.model_dump(mode="json"), f"{plugin.key}.")
+    lines = []
+    for section, base in _replaced(origin.own, origin.base):
+        texts = [
+            f"{key} {_text(value, MAX_CHARS // 3)}"
+            for key, value in base.items()
+            if value != now.get(f"{section}.{key}", ...)
+        ]
+        if texts:
+            more = [f"{len(texts) - MAX_DROPPED} more"] if len(texts) > MAX_DROPPED else []
+            listed = ", ".join([*texts[:MAX_DROPPED], *more])
+            lines.append(f"{section}: drops {listed}; {_remedy(section)} to keep them")
+    return lines
+
+
+def explained(problems: Sequence[str], origin: Origin) -> list[str]:
+    """The problems of a config; a missing key says that the imported file has it, if it does."""
+    known = [key for key, _ in _leaves(origin.base) if "." in key]
+    lines = []
+    for problem in problems:
+        key, _, rest = problem.partition(": ")
+        if key in known and rest.startswith("missing"):
+            problem += f"; {origin.name} has it: {_remedy(key.rpartition('.')[0])} to keep it"
+        lines.append(problem)
+    return lines
+
+
+def _leaves(values: Values, at: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section; a list is one value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{at}{key}.")
+        elif key != "+":
+            yield f"{at}{key}", value
+
+
+def _replaced(own: Values, base: Values, at: str = "") -> Iterator[tuple[str, Values]]:
+    """(dotted key, what it lacks of `base`) of each section replaced without `+`."""
+    for key, was in base.items():
+        new: Any = own.get(key)
+        are_sections = isinstance(was, Mapping) and isinstance(new, Mapping)
+        if are_sections and new.get("type", was.get("type")) == was.get("type"):
+            if "+" not in new and key not in BY_NAME:
+                yield f"{at}{key}", {name: was[name] for name in was if name not in new}
+            yield from _replaced(new, was, f"{at}{key}.")
+
+
+def _remedy(section: str) -> str:
+    text = "..."
+    for part in reversed(section.split(".")):
+        text = f"{part}+: {{ {text} }}"
+    return f"write {text}"
+
+
+def _text(value: Any, max_chars: int) -> str:
+    return escaped(scrub(json.dumps(value)), max_chars)  # half a secret would not be known
+
+
+# ---- check data ----------------------------------------------------------------------------------
+# Opens a run's data sources before it starts, and reports what is wrong with their rows.
+
+MAX_OPENED = 20_000
+"""Pictures of one source that `rl check` opens, in some six seconds."""
+
+
+@dataclass
+class DataReport:
+    """What the sources of a run hold, each under its key."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """The number of rows of each source, and what was not read."""
+    num_rows: dict[str, int] = field(default_factory=dict)
+    most_pictures: int = 1
+    """Largest number of source pictures of a row."""
+    checked: dict[str, Sequence[int]] = field(default_factory=dict)
+    """For `RowRules.checked`."""
+
+
+def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
+    """Open each source and check its rows. Without `is_start`, only those that are on this machine
+    and are opened quickly, with at most `MAX_OPENED` pictures each."""
+    report = DataReport()
+    rules = build.row_rules(resolved, None if is_start else MAX_OPENED)
+    contents: dict[str, Sequence[int]] = {}
+    plugins = [*resolved.train, *resolved.validation]
+    for plugin in sorted(plugins, key=lambda plugin: not plugin.cls.is_here(plugin.config)):
+        if not plugin.cls.is_here(plugin.config) and (not is_start or report.problems):
+            report.lines.append(f"{plugin.key}: not read; a start reads it")
+            continue
+        try:
+            source = build.open_source(plugin, rules)
+        except ValueError as error:
+            report.problems.append(f"{plugin.key}: {str(error).removeprefix(f'{plugin.key}: ')}")
+            continue
+        findings = source.findings
+        left_out = f"; left out as bad: {source.num_skipped}" if source.num_skipped else ""
+        unread = "".join(f"; not read: {text}" for text in findings.unread)
+        report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
+        report.lines += [f"  {reason}" for reason in findings.left_out]
+        report.num_rows[plugin.key] = len(source)
+        report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
+        report.most_pictures = max(report.most_pictures, findings.most_pictures)
+        report.checked.update(findings.checked)
+        contents[plugin.key] = findings.contents
+        label = f"{plugin.key}: closing {plugin.name}"
+        report.problems += find.attempt(label, plugin.cls.close, source.close)[1]
+    report.warnings += _repeated(resolved, contents)
+    return report
+
+
+def _repeated(resolved: Resolved, contents: Mapping[str, Sequence[int]]) -> list[str]:
+    """A warning for each held-out source with rows that are also trained on."""
+    warnings = []
+    for held_out in resolved.validation:
+        rows = contents.get(held_out.key, ())
+        distinct = set(rows)
+        for trained in resolved.train:
+            shared = distinct.intersection(contents.get(trained.key, ()))
+            if num := sum(content in shared for content in rows):
+                warnings.append(
+                    f"{held_out.key}: {num} of its {len(rows)} rows are also in {trained.key}, so "
+                    "that their scores say little about other rows"
+                )
+    return warnings
+
+
+# ---- check report --------------------------------------------------------------------------------
+# Reports what a config would do, without training and without torch: `rl check config.jsonnet`.
 
 
 def problems(config: RunConfig, with_data: bool = True) -> list[str]:
@@ -86,7 +472,7 @@ def problems_here(
     def size_of(device: str) -> float:
         return smallest_gpu_gb(resolved, machine, num_ranks, device) or math.inf
 
-    on_host = footprint.host_footprint(resolved, own_gb, num_ranks)
+    on_host = memory_plan.host_footprint(resolved, own_gb, num_ranks)
     misfits = memory_problems(resolved, own_gb, size_of)
     return misfits or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
@@ -96,7 +482,7 @@ def smallest_gpu_gb(
 ) -> float | None:
     """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
     the policy's GPU); None if `device` is not a GPU."""
-    stated = footprint.policy_device(resolved)
+    stated = memory_plan.policy_device(resolved)
     rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     devices = {dist.resolve_device(device, rank_device) for rank_device in rank_devices}
     sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in devices)
@@ -118,7 +504,7 @@ def report(
     data = check_data(resolved)
     num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
     host_gb = host_memory_gb() if has_gpus() else None
-    on_host = footprint.host_footprint(resolved, gpu_gb, num_ranks)
+    on_host = memory_plan.host_footprint(resolved, gpu_gb, num_ranks)
     unfit = memory_problems(resolved, gpu_gb)
     unfit += memory_plan.host_problems(on_host, num_ranks, host_gb)
     blocks = {
@@ -164,7 +550,7 @@ def report(
             failures += problems if key == "judge" else [f"{key}: {text}" for text in problems]
     blocks |= warnings
     num_warnings = sum(map(len, warnings.values()))
-    verdict, code = _verdict(failures, footprint.unknowns(resolved), num_warnings)
+    verdict, code = _verdict(failures, memory_plan.unknowns(resolved), num_warnings)
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
 
@@ -214,7 +600,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
     }
     optimizer = config.optimizer
     per_update = completions / ranks / optimizer.updates_per_iteration
-    num_kept, why = footprint.kept_tokens(resolved)
+    num_kept, why = memory_plan.kept_tokens(resolved)
     policy, algorithm = resolved.policy, config.algorithm
     reference = "none"
     if algorithm.kl_coeff:
@@ -228,7 +614,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
         f"{'optimizer steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
         f"{per_update:g} completions a rank",
         f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
-        f"has at most {footprint.group_tokens(resolved)}",
+        f"has at most {memory_plan.group_tokens(resolved)}",
         f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
         f"{'KL reference':<20} {reference}",
@@ -316,10 +702,10 @@ def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:
-    unknown = [f"unknown: {text}" for text in footprint.unknowns(resolved)]
-    planned = footprint.footprint(resolved, gpu_gb)
+    unknown = [f"unknown: {text}" for text in memory_plan.unknowns(resolved)]
+    planned = memory_plan.footprint(resolved, gpu_gb)
     if planned is None:
-        device = footprint.policy_device(resolved)
+        device = memory_plan.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
     lines = _table(planned)
     lines += [f"{gb:.2f} GB more on {device}" for device, gb in planned.elsewhere.items()]
@@ -353,7 +739,7 @@ def _table(planned: Plan) -> list[str]:
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
     """(what a start does with the run folder, problems that prevent a resume)."""
-    checkpoint = find(config.run_dir, hashes=False)
+    checkpoint = find_checkpoint(config.run_dir, hashes=False)
     if checkpoint.problem:
         return "cannot go on", [f"run_name: {checkpoint.problem}"]
     if checkpoint.path is None:

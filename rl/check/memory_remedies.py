@@ -10,10 +10,10 @@ from typing import Any
 
 from rl import build
 from rl.build import Resolved
+from rl.check import memory_plan
 from rl.check.compatibility import RANKS_OF_A_NODE, plugin_problems
+from rl.check.memory_plan import PHASES, InferenceEngine, Plan
 from rl.config.schema import RunConfig
-from rl.memory import footprint, memory_plan
-from rl.memory.memory_plan import PHASES, InferenceEngine, Plan
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
@@ -33,7 +33,7 @@ def memory_problems(
 
     `gpu_gb`: memory of the policy's GPU; `size_of`: memory of another GPU (None: `gpu_gb` for all).
     """
-    sizes = footprint.gpu_sizes(resolved)
+    sizes = memory_plan.gpu_sizes(resolved)
     if sizes is None:
         return []
     problems = []
@@ -128,7 +128,7 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     """(key, value) pairs in the order in which they are tried, the cheapest for the user first:
     slower training, then a slow engine, then settings that change pictures, then more GPUs.
     `_hints` skips those that the config rejects or that save nothing."""
-    sizes = footprint.gpu_sizes(resolved)
+    sizes = memory_plan.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is tried if the sizes are unknown"
     savings = [
         (f"{plugin.key}.{saving.key}", saving)
@@ -171,7 +171,7 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
         return None
     if not set(plugin_problems(changed)) <= set(plugin_problems(resolved)):
         return None
-    plan = footprint.footprint(changed, gpu_gb)
+    plan = memory_plan.footprint(changed, gpu_gb)
     lacks_room = plan and plan.inference and plan.inference.lacks_room(gpu_gb)
     return None if lacks_room else plan
 

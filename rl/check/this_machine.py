@@ -1,4 +1,4 @@
-"""Checks what this machine offers a run: GPUs, driver, compiler, memory, disk; without torch."""
+"""What this machine has, and what a run would have to download."""
 
 from __future__ import annotations
 
@@ -9,20 +9,109 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl import build
+from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
-from rl.check.fetch import hub_models, is_offline
+from rl.check import memory_plan
 from rl.config.loading import escaped
-from rl.memory import footprint
+from rl.model_files import cached, model_problems
 from rl.ranks.error_messages import SHARED
 from rl.record.checkpoint import find
 from rl.trackers import not_installed
+
+# ---- fetch ---------------------------------------------------------------------------------------
+# Names the hub's models that a run loads, and downloads them before its ranks start.
+
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
+"""Files beside the weights: config, tokenizer, template."""
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids requests to the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
+    """(key, hub id, whether it is in the local cache) of every model that a plugin loads."""
+    models: dict[tuple[str, str], bool] = {}
+    for key, model in _models_of(resolved):
+        models[key, model.path] = models.get((key, model.path), True) and _is_cached(model)
+    return [(*model, is_cached) for model, is_cached in models.items()]
+
+
+def fetch_small_files(resolved: Resolved) -> list[str]:
+    """Download the files beside the weights of all models into the local cache. Returns a problem,
+    with key and remedy, for each model of another kind than its plugin loads, and for each that is
+    not cached and cannot be downloaded."""
+    problems = _fetch(resolved, lambda model: (model.config, *SMALL_FILES))
+    for key, model in [] if is_offline() else _models_of(resolved):
+        section = key.removesuffix(model.key)
+        problems += (f"{section}{problem}" for problem in model_problems([model]))
+    return problems
+
+
+def fetch_weights(resolved: Resolved) -> list[str]:
+    """Download the weights likewise, in one process, with progress bars. (Ranks download files that
+    this misses.) Returns the problems."""
+    return _fetch(resolved, _weight_files)
+
+
+def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) -> list[str]:
+    """Download the models' files of these names, if the environment allows it. A failure is a
+    problem for models that are not cached: an earlier start may have fetched the others."""
+    if is_offline():
+        return []
+    missing = {path: key for key, path, is_cached in hub_models(resolved) if not is_cached}
+    patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    for _, model in _models_of(resolved):
+        for name in names_of(model):
+            patterns[model.path, model.revision].append(os.path.join(model.subfolder, name))
+    problems = []
+    for (path, revision), file_patterns in patterns.items():
+        from huggingface_hub import snapshot_download
+
+        try:
+            snapshot_download(path, revision=revision, allow_patterns=file_patterns)
+        except Exception as error:  # the network or the library may raise anything
+            if path in missing:
+                problems.append(
+                    f"{missing[path]}: {path} cannot be fetched ({error}); name another or a "
+                    "folder, or fetch it by `hf download` (a gated one needs HF_TOKEN)"
+                )
+    return problems
+
+
+def _weight_files(model: ModelFiles) -> list[str]:
+    stems = [Path(name).stem for name in model.weights]
+    return [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
+
+
+def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
+    """(key, files) of every model of the hub that a plugin loads."""
+    plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
+    for plugin in plugins:
+        for model in plugin.cls.models(plugin.config):
+            if not Path(model.path).is_dir():
+                yield f"{plugin.key}.{model.key}", model
+
+
+def _is_cached(model: ModelFiles) -> bool:
+    """Whether the model's config file is cached or, if it needs none, any of its other files."""
+    others = [name for names in model.files for name in names]
+    names = [model.config] if model.config_required else others
+    paths = (os.path.join(model.subfolder, name) for name in names)
+    return not names or any(cached(model.path, path, model.revision) for path in paths)
+
+
+# ---- this machine --------------------------------------------------------------------------------
+# Checks what this machine offers a run: GPUs, driver, compiler, memory, disk; without torch.
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
@@ -67,7 +156,7 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
 
 def _device(resolved: Resolved, stated: str) -> str:
     """The stated device; 'auto' (also for a plugin without the key `device`) is the policy's."""
-    return footprint.policy_device(resolved) if stated == "auto" else stated
+    return memory_plan.policy_device(resolved) if stated == "auto" else stated
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
@@ -274,7 +363,7 @@ def disk_line(resolved: Resolved) -> str:
 def checkpoints_gb(resolved: Resolved) -> tuple[float | None, int]:
     """(GB of one checkpoint: model files, float32 values and moments; None where the policy's size
     is unknown), (number of checkpoints that still need space)."""
-    config, sizes = resolved.config, footprint.sizes(resolved)
+    config, sizes = resolved.config, memory_plan.sizes(resolved)
     # The newest two, one that is being written, and the best on held-out samples.
     num_checkpoints = 3 + bool(config.evaluation.every_n_iterations and config.data.validation)
     if find(config.run_dir, hashes=False).path is not None:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_enhance = arguments[:1] == [ENHANCE_OPTION]
     args = _parser(is_enhance).parse_intermixed_args(arguments)
     from rl import build
-    from rl.check.fetch import fetch_small_files, fetch_weights
+    from rl.check.this_machine import fetch_small_files, fetch_weights
     from rl.edit import edit_files
     from rl.edit.editor import Editor
     from rl.edit.trained import config_for_use, load_trained, pick_device

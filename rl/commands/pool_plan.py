@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl import build, printing
-from rl.config.schema import load_config
-from rl.simulation import phase_times
-from rl.simulation.iteration_model import (
+from rl.check import iteration_time
+from rl.check.iteration_time import (
     MOST_WORKERS,
     WORTH_IT,
     Iteration,
@@ -25,6 +24,7 @@ from rl.simulation.iteration_model import (
     enough_workers,
     simulate,
 )
+from rl.config.schema import load_config
 
 SHARES = (" gen", "cond", "rend", "wait", "learn", "sync", "draw", "judge")
 LEGEND = """\
@@ -58,9 +58,9 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("--judges and --gbit: more than 0")
     resolved = build.resolve(load_config(args.config, args.overrides))
     times = (
-        phase_times.computed(resolved)
+        iteration_time.computed(resolved)
         if args.run is None
-        else phase_times.measured(resolved, args.run)
+        else iteration_time.measured(resolved, args.run)
     )
     for line in described(times):
         print(line)
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def described(times: phase_times.Times) -> Iterator[str]:
+def described(times: iteration_time.Times) -> Iterator[str]:
     """Lines that say what is simulated."""
     work = times.iteration
     pictures = work.num_ranks * work.num_pictures

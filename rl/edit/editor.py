@@ -375,7 +375,7 @@ class Editor:
         weights: SetWeights = nullcontext,
     ) -> tuple[list[Episode], list[Episode | None]]:
         """Ungraded episodes of (the completions, the bare arm), each _B."""
-        from rl.run.held_out import score
+        from rl.run.evaluation import score
 
         config = self.config.model_copy(update={"seed": seed})
         context = replace(self._context, config=config, policy=writer.policy)

@@ -25,12 +25,12 @@ from rl.api import image_grammar
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
+from rl.check import memory_plan
 from rl.config.schema import RunConfig
 from rl.console import PhaseTimer
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import LearnerMetrics
-from rl.memory import footprint, memory_plan
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rehearsal.fake_gpu import FakeGpu, fake_gpu
@@ -85,7 +85,7 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
     """
     started = time.monotonic()
     resolved = build.resolve(one_rank(config))
-    sizes = footprint.sizes(resolved)
+    sizes = memory_plan.sizes(resolved)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as work, ExitStack() as stack:
         resolved = _with_skeletons(resolved, Path(work))
         gpu = stack.enter_context(fake_gpu())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl.memory.memory_plan import CONTEXT_GB
+from rl.check.memory_plan import CONTEXT_GB
 from rl.rehearsal.rehearsal import Rehearsed
 
 PLANNED = {

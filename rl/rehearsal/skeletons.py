@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl.check.memory_plan import MODELS
 from rl.config.loading import located
-from rl.memory.memory_plan import MODELS
 from rl.model_files import cached
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

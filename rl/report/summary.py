@@ -11,7 +11,7 @@ from typing import Any
 from rl.config.loading import printable
 from rl.report.curves import points
 from rl.report.reading import Evaluation, Record, is_control, number, shown_of
-from rl.run.exploits import ExploitWatch
+from rl.run.alarms import ExploitWatch
 from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 
 INTERVAL = (

@@ -1,11 +1,11 @@
-"""Evaluates the policy on the held-out samples, beside the user's, reference and stock arms.
-
-Axes: `_P` held-out samples of this rank.
-"""
+"""Held-out evaluation: with the current weights, with the untrained ones, and the drift between."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,28 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
-from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
-from rl.files import json_line, png_bytes, private, write_atomically
+from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
+from rl.check.compatibility import lasting
+from rl.console import PhaseTimer, warn
+from rl.files import json_line, png_bytes, private, read_rows, write_atomically
+from rl.learner.train_step import Forwards, Inference
 from rl.printing import scrubbed
+from rl.ranks import signals
+from rl.record.checkpoint import retry_until_space
 from rl.record.run_record import named_sources, provenance, source_files
-from rl.rollout.stream import RolloutContext
-from rl.run.chain import BARE, POLICY, check_equal_words
-from rl.run.checks import require_grades
-from rl.run.contents import contents_of
-from rl.run.drift import (
-    add_falls,
-    add_gain_of_thought,
-    add_state_drift,
-    add_stock_arm,
-    check_references,
-)
+from rl.rollout.episodes import Interrupted, raise_if_interrupted
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.run.alarms import add_gaps
+from rl.run.checks import BARE, POLICY, check_equal_words, contents_of, require_grades
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
-from rl.run.held_out import score
-from rl.run.reward_gap import add_gaps
-from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
+from rl.run.paired import LEAST_FALL, Paired, paired
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
     from rl.console import PhaseTimer
@@ -42,6 +39,439 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
     from rl.record.run_record import BackgroundWriter
 
+# ---- held out ------------------------------------------------------------------------------------
+# Renders and judges completions of held-out samples as in training, with separate noise.
+
+
+def score(
+    context: RolloutContext,
+    prompts_P: Sequence[Prompt],
+    completions_PG: Sequence[Sequence[Completion]],
+    bare_P: Sequence[Completion | None],
+    dist: Dist,
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    learner: Learner | None = None,
+) -> Rollout:
+    """Render and grade completions of this rank's prompts. `weights`: opens a context in which the
+    policy has the weights for its states. `learner`: its forward is used, with today's weights.
+    Raises `Interrupted` on every rank once any was asked to stop. Collective."""
+    context = replace(context, rewards={**context.rewards, **context.held_out_only})
+    # The noise depends only on the sample, so that pictures differ only by words and weights.
+    noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
+    ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
+    sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
+    budget = context.config.optimizer.max_tokens_per_micro_batch
+    nums_P = [len(completions_G) for completions_G in completions_PG]
+    forwards: Forwards
+    if learner is not None:
+        forwards = learner.begin(0, prompts_P, sampled.token_ids, nums_P, False)
+    else:
+        forwards = Inference(
+            context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P
+        )
+    timer = PhaseTimer()  # discarded: the caller's phase includes all of this
+    with suppress(Interrupted):
+        pending = begin(context, sampled, forwards, timer, signals.stop_received)
+        for _ in pending.groups(timer, signals.stop_received):
+            pass
+    raise_if_interrupted(dist)
+    return pending.finished()
+
+
+# ---- stock ---------------------------------------------------------------------------------------
+# Grades the untrained system on the held-out samples, once per run, and stores the result on disk.
+#
+# Axes: `_P` prompts on this rank, `_T` tokens.
+
+Rewards = Mapping[str, float | None]
+"""Arm ('stock', its variants, and arms of fixed words) -> reward; None if it is not graded yet."""
+FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
+"""(words that training does not change, their episodes under the current weights), _P each."""
+SetWeights = Callable[[], AbstractContextManager[None]]
+
+NUM_FIXED_SAMPLES = 8
+"""Number of held-out samples, over all ranks, whose words' states are compared. Each takes two
+forwards and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
+
+
+class Stock:
+    """The untrained system's rewards and states for this rank's held-out samples: rewards of the
+    stock arm (the renderer's own pipeline with the user's words) and of fixed words under the
+    untrained weights, and a few samples' word states under these weights.
+
+        <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
+        <run>/stock/<key>_stock.png     these pictures
+        <run>/stock/<key>.safetensors   states of the user's words, for the first samples
+
+    The key is a hash of the sample and of all settings that a resume may not change, so a run with
+    another held-out set, renderer or judge finds no entry and draws again.
+    """
+
+    def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
+        """`iteration`: number of iterations done, 0 before training."""
+        self._context = context
+        self._folder = run_dir / "stock"
+        self._dist = dist
+        self._at_start = iteration == 0
+        config = context.config
+        self._settings = json.dumps(lasting(config.model_dump(mode="json")), sort_keys=True)
+        if context.policy.starts_as_stock:
+            sampling = config.evaluation.temperature, config.evaluation.top_k
+            self._settings += f" {sampling}"
+
+    def _untrained(self, without_adapter: bool = False) -> SetWeights | None:
+        """The weights before training, or those of the base model where the run starts from an
+        adapter; None if they are gone. Full fine-tuning has them only before its first step: later
+        they need a second model in memory, which ZeRO-3 has no space for."""
+        policy = self._context.policy
+        if policy.config.lora is not None:
+            return policy.base_model if without_adapter else policy.reference
+        return nullcontext if self._at_start or not policy.reads_states else None
+
+    def rewards(
+        self,
+        prompts_P: Sequence[Prompt],
+        fixed: Mapping[str, FixedArm],
+        episodes_P: Sequence[Episode],
+    ) -> list[Rewards]:
+        """_P, rewards by arm; {} if a sample has no arms, or if they can no longer be drawn. Before
+        training, the current episodes of fixed words are the untrained system's. `episodes_P`: the
+        policy's, which are the stock arm if the policy `starts_as_stock`. Collective."""
+        path = self._folder / "rewards.jsonl"
+        rows = read_rows(path)[0] if self._dist.is_main else []
+        row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
+        keys_P = [self._key(prompt.sample) for prompt in prompts_P]
+        missing = [
+            p
+            for p, key in enumerate(keys_P)
+            if key not in row_of_key or None in row_of_key[key]["rewards"].values()
+        ]
+        if self._dist.any(bool(missing)):
+            drawn = self._draw(prompts_P, fixed, episodes_P, missing)
+            local_rows = [
+                self._row(keys_P[p], prompts_P[p].sample, arms) for p, arms in drawn.items() if arms
+            ]
+            new_rows = [row for rank in self._dist.gather(local_rows) for row in rank]
+            row_of_key |= {row["key"]: row for row in new_rows}
+            if new_rows and self._dist.is_main:
+                self._write(path, "".join(map(json_line, row_of_key.values())))
+        return [row_of_key[key]["rewards"] if key in row_of_key else {} for key in keys_P]
+
+    def _draw(
+        self,
+        prompts_P: Sequence[Prompt],
+        fixed: Mapping[str, FixedArm],
+        episodes_P: Sequence[Episode],
+        missing: Sequence[int],
+    ) -> dict[int, dict[str, Episode]]:
+        """p -> its episodes by arm, for every prompt index p in `missing`. Collective."""
+        policy = self._context.policy
+        if policy.starts_as_stock:
+            if not self._at_start:
+                self._warn_not_drawable(len(missing))
+            return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
+        drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
+        to_score: list[tuple[bool, Prompt, int, dict[str, Completion]]] = []
+        for p in missing:
+            prompts_of_arms = dict(policy.stock_arms(prompts_P[p]))
+            for arm, (words_P, current_P) in fixed.items() if policy.reads_states else ():
+                words, current = words_P[p], current_P[p]
+                if self._at_start and current is not None:
+                    drawn[p][arm] = current
+                elif words is not None:
+                    prompts_of_arms[arm] = (prompts_P[p].plain, words)
+            groups: dict[tuple[bool, Prompt], dict[str, Completion]] = {}
+            for name, (prompt, completion) in prompts_of_arms.items():
+                groups.setdefault((name not in fixed, prompt), {})[name] = completion
+            to_score += [(*group, p, completions) for group, completions in groups.items()]
+        scored: list[Episode] = []
+        for is_stock in (True, False):
+            rows = [row for row in to_score if row[0] == is_stock]
+            if not self._dist.any(bool(rows)):
+                continue
+            weights = self._untrained(without_adapter=is_stock)
+            if weights is None:
+                self._warn_not_drawable(len(missing))
+                return drawn
+            rollout = score(
+                self._context,
+                [prompt for _, prompt, _, _ in rows],
+                [list(completions.values()) for *_, completions in rows],
+                [None] * len(rows),
+                self._dist,
+                weights,
+            )
+            for (_, _, p, completions), episodes in zip(rows, rollout.episodes, strict=True):
+                drawn[p].update(zip(completions, episodes, strict=True))
+                scored += episodes
+        if self._dist.any(bool(to_score)):
+            require_grades(self._context, scored, self._dist, len(prompts_P))
+        return drawn
+
+    def _warn_not_drawable(self, num: int) -> None:
+        warn(
+            f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is only drawn "
+            "before the first iteration, when they were not held out or were not graded"
+        )
+
+    def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
+        """A sample's line of rewards.jsonl; writes the sample's pictures into the same folder."""
+        files = {}
+        for name, episode in arms.items():
+            if episode.image is not None:
+                files[name] = f"{key}_{name}.png"
+                self._write(self._folder / files[name], png_bytes(episode.image))
+        rewards = {name: episode.reward for name, episode in arms.items()}
+        return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        """Write now, not in the background, because the next evaluation reads the file."""
+        write = partial(write_atomically, path, content, private)
+        retry_until_space(write, self._folder, path.name)
+
+    def states(
+        self, prompts_P: Sequence[Prompt], words_P: Sequence[Completion]
+    ) -> list[torch.Tensor | None]:
+        """_P of [T, D]: `word_states` under the untrained weights. Collective."""
+        from safetensors.torch import load_file, save
+
+        paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
+        missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
+        weights = self._untrained()
+        if weights is not None and self._dist.any(bool(missing)):
+            states_of_missing = word_states(
+                self._context,
+                [prompts_P[p] for p in missing],
+                [words_P[p] for p in missing],
+                self._dist,
+                weights,
+            )
+            for p, states in zip(missing, states_of_missing, strict=True):
+                if states is not None:
+                    self._write(paths_P[p], save({"states": states}))
+        return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
+
+    def _key(self, sample: Sample) -> str:
+        """A hash of the sample's content, because another data set may reuse its id."""
+        digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
+        fields = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
+        # Values that JSON cannot encode are hashed by type: their `repr` may hold a memory address.
+        text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__name__)
+        digest.update(text.encode())
+        for picture in (*sample.sources, sample.target):
+            if picture is not None:
+                digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())
+        for codes in (sample.source_codes, sample.target_codes):
+            if codes is not None:
+                digest.update(f"{codes.shape}".encode() + codes.tobytes())
+        return digest.hexdigest()
+
+
+def word_states(
+    context: RolloutContext,
+    prompts_P: Sequence[Prompt],
+    words_P: Sequence[Completion],
+    dist: Dist,
+    weights: SetWeights = nullcontext,
+) -> list[torch.Tensor | None]:
+    """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
+    the tokens of `words_P`; None if it reads no states. Collective."""
+    policy = context.policy
+    prompts_P = [prompt.plain for prompt in prompts_P]
+    ids_PG = [[words.token_ids] for words in words_P]
+    budget = context.config.optimizer.max_tokens_per_micro_batch
+    forwards = Inference(policy, prompts_P, ids_PG, budget, dist, weights)
+    states_P: list[torch.Tensor | None] = [None] * len(prompts_P)
+    for micro_batch in forwards.micro_batches:
+        actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
+        rows = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
+        for (p, _), (_, ids), action in rows:
+            if p >= 0 and isinstance(action.payload, HiddenStates):
+                states_P[p] = action.payload.embeds[-len(ids) :].cpu().contiguous()
+    return states_P
+
+
+# ---- drift ---------------------------------------------------------------------------------------
+# Compares an evaluation with the untrained system: gains, losses and hidden-state drift.
+#
+# Axes: `_P` held-out samples of this rank, `_T` tokens.
+
+LEAST_OF_REFERENCES = 0.2
+"""In a chain that works the reference descriptions earn more; the small configs: 0.89 to 1."""
+Hashes = Sequence[str]
+"""Hashes of one sample's contents (`contents_of`)."""
+_FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
+"""Arm -> how messages name its words, which training does not change."""
+
+
+def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
+    """(relative L2 distance |h - h0| / |h0|, cosine): means over the tokens of states [T, D] of any
+    dtype and device, computed in float32."""
+    import torch
+
+    base = base_TD.float()
+    states = states_TD.to(base.device).float()
+    moved_T = (states - base).norm(dim=-1) / base.norm(dim=-1)
+    cosine_T = torch.cosine_similarity(states, base, dim=-1)
+    return float(moved_T.mean()), float(cosine_T.mean())
+
+
+def _compare(
+    rewards_P: Sequence[float | None],
+    others_P: Sequence[float | None],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> Paired | None:
+    """Differences over all ranks' samples that have both rewards; None if none has. Collective."""
+    local_pairs = [
+        (reward - other, hashes)
+        for reward, other, hashes in zip(rewards_P, others_P, hashes_P, strict=True)
+        if reward is not None and other is not None
+    ]
+    pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
+    return paired([difference for difference, _ in pairs], [hashes for _, hashes in pairs])
+
+
+def _add_paired(metrics: Metrics, name: str, difference: Paired | None) -> None:
+    """Add mean and error as maxima over ranks, because every rank has the same values."""
+    if difference is not None:
+        metrics.maximum(name, difference.mean)
+        if difference.error is not None:
+            metrics.maximum(f"{name}_error", difference.error)
+
+
+def add_stock_arm(
+    metrics: Metrics,
+    untrained_P: Sequence[Rewards],
+    episodes: Sequence[Episode],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> None:
+    """Add the untrained system's rewards, and the trained system's gain over it. Collective."""
+    for rewards in untrained_P:
+        if "stock" in rewards:
+            metrics.add("eval/stock_ungraded", float(rewards["stock"] is None))
+        for arm, reward in rewards.items():
+            if arm.startswith("stock") and reward is not None:
+                metrics.add(f"eval/{arm}_reward", reward)
+    stock_P = [rewards.get("stock") for rewards in untrained_P]
+    gain = _compare([episode.reward for episode in episodes], stock_P, hashes_P, dist)
+    _add_paired(metrics, "eval/gain_over_stock", gain)
+
+
+def check_references(
+    references_P: Sequence[Episode | None],
+    untrained: Mapping[str, Sequence[Episode | None]],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> None:
+    """Warn, before training, if the reference descriptions earn next to nothing, or less than words
+    that nobody trained: then no words can earn more. `untrained`: episodes _P of such words, by
+    arm. Collective."""
+
+    def rewards(episodes_P: Sequence[Episode | None]) -> list[float | None]:
+        return [None if episode is None else episode.reward for episode in episodes_P]
+
+    right_P = rewards(references_P)
+    right = _compare(right_P, [0.0] * len(right_P), hashes_P, dist)
+    if right is None or right.error is None:
+        return
+    ahead = {
+        arm: _compare(rewards(episodes_P), right_P, hashes_P, dist)
+        for arm, episodes_P in untrained.items()
+    }
+    better = [arm for arm, each in ahead.items() if each is not None and each.is_alarming]
+    if dist.is_main and (better or right.mean < LEAST_OF_REFERENCES):
+        beside = [f", {arm} {right.mean + each.mean:.3f}" for arm, each in ahead.items() if each]
+        warn(
+            f"before training the reference descriptions earn {right.mean:.3f}"
+            f"{''.join(beside)}: training can hardly earn more. If a "
+            "person finds these words right, a link between words and score is broken: the "
+            "policy's states, the renderer's source pictures, or the instruction and picture that "
+            "the judge reads belong to another sample. Look at evaluation/it_000000 and at what "
+            "`rl judge audit` says of the judge by itself"
+        )
+
+
+def add_gain_of_thought(
+    metrics: Metrics,
+    episodes: Sequence[Episode],
+    cut_P: Sequence[Episode | None],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> None:
+    """Add the gain from thinking; `cut_P`: the samples' episodes without thinking. Collective."""
+    rewards_P = [None if episode is None else episode.reward for episode in cut_P]
+    for reward in rewards_P:
+        if reward is not None:
+            metrics.add("eval/cut_thought_reward", reward)
+    gain = _compare([episode.reward for episode in episodes], rewards_P, hashes_P, dist)
+    _add_paired(metrics, "eval/gain_of_thought", gain)
+
+
+def add_falls(
+    metrics: Metrics,
+    iteration: int,
+    untrained_P: Sequence[Rewards],
+    fixed: Mapping[str, FixedArm],
+    hashes_P: Sequence[Hashes],
+    dist: Dist,
+) -> None:
+    """Add how far the rewards of fixed words have fallen since training began; warns of a fall
+    beyond noise. Collective."""
+    alarms, untrained_means = [], []
+    for arm, (_, episodes_P) in fixed.items():
+        before_P = [rewards.get(arm) for rewards in untrained_P]
+        after_P = [None if episode is None else episode.reward for episode in episodes_P]
+        fall = _compare(before_P, after_P, hashes_P, dist)
+        untrained = _compare(before_P, [0.0] * len(before_P), hashes_P, dist)
+        _add_paired(metrics, f"drift/{arm}_fall", fall)
+        if fall is None or untrained is None:
+            continue
+        untrained_means.append(untrained.mean)
+        if fall.is_alarming:
+            alarms.append(
+                f"of {_FIXED[arm]} by {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
+                f"{fall.num_clusters} sources)"
+            )
+        metrics.maximum("drift/alarm", float(bool(alarms)))
+    if untrained_means and max(untrained_means) < LEAST_FALL and iteration == 0 and dist.is_main:
+        warn(
+            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
+            "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
+        )
+    if alarms and dist.is_main:
+        warn(
+            f"evaluation after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
+            "hidden states that the renderer reads have drifted. Start again with a lower "
+            "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
+            "(policy.adapter_path) with policy.conditioning 'base'"
+        )
+
+
+def add_state_drift(
+    metrics: Metrics,
+    context: RolloutContext,
+    stock: Stock,
+    prompts_P: Sequence[Prompt],
+    words_P: Sequence[Completion | None],
+    dist: Dist,
+) -> None:
+    """Add the distance of the words' states from those under untrained weights. Collective."""
+    pairs = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
+    prompts, words = [prompt for prompt, _ in pairs], [words for _, words in pairs]
+    base_P = stock.states(prompts, words)
+    for states, base in zip(word_states(context, prompts, words, dist), base_P, strict=True):
+        if states is not None and base is not None:
+            moved, cosine = state_distance(states, base)
+            metrics.add("drift/state_l2", moved, weight=len(base))
+            metrics.add("drift/state_cosine", cosine, weight=len(base))
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+# Evaluates the policy on the held-out samples, beside the user's, reference and stock arms.
+#
+# Axes: `_P` held-out samples of this rank.
 
 _ARMS = (POLICY, BARE, "reference descriptions", "the thought cut", "stock")
 NUM_AGAIN = 8

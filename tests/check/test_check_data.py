@@ -15,8 +15,8 @@ from tiny_edits import write_jsonl
 from tiny_messages import holds
 
 from rl import build
-from rl.check import check_data, check_report
-from rl.check.check_data import DataReport
+from rl.check import check_report
+from rl.check.check_report import DataReport
 
 GOOD = [
     {"id": c, "image": f"{i}.png", "instruction": f"paint {i} red"} for i, c in enumerate("abcd")
@@ -47,7 +47,7 @@ def resolved_of(
 
 
 def report_of(folder: Path, rows: Any, is_start: bool = False, **more: Any) -> DataReport:
-    return check_data.check_data(resolved_of(folder, rows, **more), is_start)
+    return check_report.check_data(resolved_of(folder, rows, **more), is_start)
 
 
 BAD = {
@@ -126,7 +126,7 @@ def test_what_is_odd_about_the_rows_is_a_warning(folder: Path) -> None:
 def test_what_was_not_read_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = {"type": "hf_dataset", "path": "nobody/rows"}
     bad = [*GOOD[:3], GOOD[3] | {"image": "half.png", "notes": "sunny"}]
-    monkeypatch.setattr(check_data, "MAX_OPENED", 3)
+    monkeypatch.setattr(check_report, "MAX_OPENED", 3)
     train = {"type": "edit_jsonl", "path": write_jsonl(folder / "mine.jsonl", bad)}
     report = report_of(folder, GOOD, train=[hub, train])
     assert report.problems == []
@@ -145,7 +145,7 @@ def test_ranks_take_over_what_the_start_has_found(
     """Rows are checked once, unless the file has changed since."""
     rows = [GOOD[0], "{", *GOOD[1:]]
     resolved = resolved_of(folder, rows, on_bad_row="skip")
-    report = check_data.check_data(resolved, is_start=True)
+    report = check_report.check_data(resolved, is_start=True)
     file = folder / "checked.json"
     file.write_text(json.dumps(report.checked))
     (folder / "0.png").unlink()  # which a second check would find

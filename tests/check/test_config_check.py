@@ -15,10 +15,9 @@ import tiny_config
 from tiny_messages import holds
 
 from rl import build
-from rl.check import check_report
+from rl.check import check_report, memory_plan
 from rl.check.memory_remedies import memory_problems
 from rl.config.schema import RunConfig, load_config
-from rl.memory import footprint
 from rl.ranks.dist import Machine
 from rl.simple_launch import main
 
@@ -346,7 +345,7 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
     for gpu_gb in (base.gpu_gb, *others):
         config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
         assert unfit(config, gpu_gb) == []
-        planned = footprint.footprint(build.resolve(config), gpu_gb)
+        planned = memory_plan.footprint(build.resolve(config), gpu_gb)
         if config.policy.get("device") == "cpu":
             assert planned is None
             continue
@@ -400,7 +399,7 @@ def test_a_config_for_one_gpu_needs_no_more(gpu_gb: float) -> None:
     text, code = check_report.report(config, gpu_gb)
     assert code == 0 and text.endswith("nothing is wrong") and config.world_size == 1
     assert holds(text, "fits with ... GB to spare") and "no effect" not in text
-    planned = footprint.footprint(build.resolve(config), gpu_gb)
+    planned = memory_plan.footprint(build.resolve(config), gpu_gb)
     assert planned is not None and not planned.elsewhere, "no second GPU"
 
 
@@ -410,7 +409,7 @@ def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
     assert remedies(problems) == [recompute, ENGINE]
     config = shipped(name, "world_size=1", recompute, ENGINE)
     assert check_report.report(config, 48)[1] == 0
-    planned = footprint.footprint(build.resolve(config), 48)
+    planned = memory_plan.footprint(build.resolve(config), 48)
     assert planned is not None and planned.engine is None
     # 32 completions of 768 + 256 tokens, keys and values of 36 layers and 8 heads of 128, 2 bytes.
     [cache_gb] = [row.gb for row in planned.rows if row.part == "key-value cache"]
@@ -428,7 +427,7 @@ def test_sd3_without_t5_saves_its_weights() -> None:
     assert remedies(unfit(shipped("one_gpu_48gb", *overrides), 32)) == ["renderer.use_t5=false"]
     t5 = build.resolve(shipped("one_gpu_48gb", *overrides))
     none = build.resolve(shipped("one_gpu_48gb", *overrides, "renderer.use_t5=false"))
-    before, after = (footprint.footprint(resolved, 32) for resolved in (t5, none))
+    before, after = (memory_plan.footprint(resolved, 32) for resolved in (t5, none))
     assert before is not None and after is not None and after.peak_gb <= 32
     # 4.762 B parameters of 2 bytes.
     assert before.total_gb("render") - after.total_gb("render") == pytest.approx(4.762 * 2)

@@ -23,14 +23,13 @@ from vllm.config import CacheConfig
 
 from rl import build
 from rl.api.policy import PolicySetup
-from rl.check.this_machine import host_memory_gb
-from rl.memory.footprint import VLLM_SHARE, footprint, judge_share, unknowns
-from rl.memory.memory_plan import (
+from rl.check.memory_plan import (
     CONTEXT_GB,
     HOST_PHASES,
     KNOWN,
     LOGITS_GB,
     PHASES,
+    VLLM_SHARE,
     FrozenModel,
     InferenceEngine,
     Plan,
@@ -39,12 +38,16 @@ from rl.memory.memory_plan import (
     Sizes,
     engine_claim,
     engine_line,
+    footprint,
     host_plan,
     host_problems,
+    judge_share,
     plan,
     residency,
     residency_line,
+    unknowns,
 )
+from rl.check.this_machine import host_memory_gb
 from rl.meter import Recompute
 from rl.policies import qwen2_5_vl
 

@@ -17,7 +17,7 @@ from tiny_messages import holds
 
 from rl import build, simple_launch
 from rl.check import check_report
-from rl.check.fetch import fetch_small_files, fetch_weights
+from rl.check.this_machine import fetch_small_files, fetch_weights
 
 QWEN, EDIT = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen-Image-Edit"
 OLDER = "Qwen/Qwen2-VL-7B-Instruct"
@@ -59,7 +59,7 @@ def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch
         (EDIT, f"transformer/{part}.bin", False),
     ):
         assert any(fnmatch(name, pattern) for pattern in fetched[path]) == is_read, name
-    monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: True)
+    monkeypatch.setattr("rl.check.this_machine._is_cached", lambda model: True)
     assert fetch_models(resolved) == [], "cached models are not fetched"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetched.clear()
@@ -100,7 +100,7 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
 ) -> None:
     monkeypatch.setattr(check_report, "START_PATIENCE_S", 0.0)
     monkeypatch.setattr(check_report, "problems", lambda config, with_data: [])
-    monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: False)
+    monkeypatch.setattr("rl.check.this_machine._is_cached", lambda model: False)
 
     def refusal_of(column: str, judge: dict[str, Any]) -> str:
         local = {"path": str(tmp_path / "train.jsonl"), "columns": {"instruction": column}}

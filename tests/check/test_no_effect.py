@@ -11,7 +11,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
-from rl.check.no_effect import doubtful, no_effect
+from rl.check.check_report import doubtful, no_effect
 from rl.simple_launch import main
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_messages import holds
 
-from rl.check.run_folder import create_and_check, folder_problems
+from rl.check.check_report import create_and_check, folder_problems
 from rl.files import append_line, no_links, private, write_atomically
 from rl.judge.http import ReplyJournal
 

@@ -12,7 +12,7 @@ from tiny_run import run_config
 from rl.api.find import import_plugin, plugin_class
 from rl.api.policy import LoraSection
 from rl.build import PLUGIN_BASES, module_of, plugins_of
-from rl.check.resume import HARMLESS, LENGTH, NOTED, SYNC_POINTS, check_resume
+from rl.check.compatibility import HARMLESS, LENGTH, NOTED, SYNC_POINTS, check_resume
 from rl.config.schema import PluginSection, RunConfig, Section
 
 

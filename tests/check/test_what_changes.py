@@ -9,7 +9,7 @@ import tiny_config
 from tiny_messages import holds
 
 from rl.build import resolve
-from rl.check.what_changes import changes, dropped, origin_of
+from rl.check.check_report import changes, dropped, origin_of
 from rl.config.schema import load_config
 from rl.simple_launch import main
 

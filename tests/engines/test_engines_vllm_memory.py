@@ -15,10 +15,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from rl import build
 from rl.api.engine import EngineClaim, EngineSetup
+from rl.check import memory_plan
+from rl.check.memory_plan import PolicyModel
 from rl.config.schema import load_config
 from rl.engines.vllm import vllm as vllm_engine
-from rl.memory import footprint, memory_plan
-from rl.memory.memory_plan import PolicyModel
 
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
@@ -55,7 +55,7 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
 )
 def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     config = load_config(f"configs/{name}.jsonnet", [f"gpu_gb={gpu_gb}"], ENVIRONMENT)
-    sizes = footprint.sizes(build.resolve(config))
+    sizes = memory_plan.sizes(build.resolve(config))
     assert sizes is not None
     planned = memory_plan.plan(sizes, gpu_gb)
     engine, claim = planned.inference, memory_plan.engine_claim(planned, gpu_gb)

@@ -10,9 +10,9 @@ import tiny_policy
 import tiny_qwen
 from tiny_learner import NUM_ITERATIONS, make_config, make_sequences, run_ranks, update
 
+from rl.check.memory_plan import PolicyModel, Sizes, plan
 from rl.learner import backends
 from rl.learner.learner import Learner
-from rl.memory.memory_plan import PolicyModel, Sizes, plan
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from rl.edit.trained import Trained
 from rl.policies import qwen2_5_vl
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
-from rl.run.start_adapter import with_start
+from rl.run.set_up import with_start
 from rl.simple_launch import _named_start, _parse, main
 
 LORA = {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rl.memory.memory_plan import CONTEXT_GB
+from rl.check.memory_plan import CONTEXT_GB
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rehearse_families.py")

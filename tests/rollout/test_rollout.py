@@ -39,10 +39,10 @@ from rl.ranks import error_messages, signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of
 from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
+from rl.run.alarms import Watch
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.episode_metrics import rollout_metrics, size_text
 from rl.run.run import PendingStep, Run
-from rl.run.watch import Watch
 
 
 class Speller:

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from tiny_report import held_out, write_held_out
 
-from rl.run.before_after import MAX_PICTURES, before_after
+from rl.run.run import MAX_PICTURES, before_after
 
 
 def test_the_last_evaluation_is_compared_with_the_first(tmp_path):

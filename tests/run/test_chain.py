@@ -13,7 +13,7 @@ from tiny_run import episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
 from rl.ranks.dist import Dist
-from rl.run.chain import BARE, POLICY, UnequalRewardsError, check_equal_words
+from rl.run.checks import BARE, POLICY, UnequalRewardsError, check_equal_words
 from rl.run.metric_table import doc_of
 
 RIGHT = episode(reward=0.95)

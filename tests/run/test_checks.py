@@ -17,8 +17,8 @@ from rl.api.reward import NO_VALUE
 from rl.api.types import Prompt, Sample, Status
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
+from rl.run.alarms import Watch
 from rl.run.checks import Checks, TooManyFailuresError, TooManyRenderFailuresError, require_grades
-from rl.run.watch import Watch
 
 
 def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from rl.api.types import Sample
-from rl.run.contents import HeldOutContents
+from rl.run.checks import HeldOutContents
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:

@@ -15,8 +15,7 @@ from tiny_run import episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Sample
 from rl.ranks.dist import Dist
-from rl.run.drift import add_falls, check_references, state_distance
-from rl.run.stock import Stock
+from rl.run.evaluation import Stock, add_falls, check_references, state_distance
 
 
 def test_the_stock_arms_key_depends_on_every_field_of_the_sample() -> None:

@@ -11,8 +11,8 @@ from tiny_loop import rows_of
 from tiny_messages import holds
 
 from rl.ranks.dist import Dist
-from rl.run import environment
-from rl.run.environment import FILE, record_environment
+from rl.run import set_up
+from rl.run.set_up import FILE, record_environment
 
 
 class Second(Dist):
@@ -33,9 +33,9 @@ def test_a_resume_under_other_versions_is_named(
     assert not capsys.readouterr().err
 
     (tmp_path / "nvidia").write_text("NVRM version: NVIDIA UNIX x86_64  575.57.08  Release\n")
-    monkeypatch.setattr(environment, "_DRIVER", tmp_path / "nvidia")
-    monkeypatch.setattr(environment, "PACKAGES", {"torch"})
-    monkeypatch.setattr(environment, "_code", lambda: "another commit")
+    monkeypatch.setattr(set_up, "_DRIVER", tmp_path / "nvidia")
+    monkeypatch.setattr(set_up, "PACKAGES", {"torch"})
+    monkeypatch.setattr(set_up, "_code", lambda: "another commit")
     record_environment(tmp_path, 4, Second())
     parts = (
         f"code {first['code']} -> another commit, driver absent -> 575.57.08, devices "
@@ -47,10 +47,10 @@ def test_a_resume_under_other_versions_is_named(
 
 
 def test_the_code_is_a_commit_or_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    assert environment._code() == version("vlm-edit-rl")
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    assert set_up._code() == version("vlm-edit-rl")
     (tmp_path / ".git").mkdir()
-    assert environment._code() == version("vlm-edit-rl"), "a repository that git does not read"
+    assert set_up._code() == version("vlm-edit-rl"), "a repository that git does not read"
     (tmp_path / ".git").rmdir()
 
     def git(*words: str) -> str:
@@ -62,6 +62,6 @@ def test_the_code_is_a_commit_or_a_version(tmp_path: Path, monkeypatch: pytest.M
     git("add", "file")
     git("commit", "-m", "one")
     commit = git("rev-parse", "HEAD")
-    assert environment._code() == commit
+    assert set_up._code() == commit
     (tmp_path / "file").write_text("2")
-    assert environment._code() == f"{commit}-dirty"
+    assert set_up._code() == f"{commit}-dirty"

@@ -14,8 +14,8 @@ from tiny_run import run_config
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints
-from rl.run import last_finished
-from rl.run.last_finished import LastFinished, save_before_leaving
+from rl.run import saving
+from rl.run.saving import LastFinished, save_before_leaving
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     changes: dict[str, Any],
     saved: list[str],
 ) -> None:
-    monkeypatch.setattr(last_finished, "HELD_STATE_GB", 0.0)
+    monkeypatch.setattr(saving, "HELD_STATE_GB", 0.0)
     state = ({"master/w": torch.ones(2)}, {"version": 3})
     learner: Any = SimpleNamespace(
         state_bytes=24, version=3, state_is_consistent=True, state=lambda **_: state

@@ -12,8 +12,8 @@ from tiny_run import SAMPLE, episode
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Episode, Prompt, Sample, Status
 from rl.ranks.dist import Dist
+from rl.run.episode_metrics import View, add_signals, signals, within_groups
 from rl.run.metric_table import doc_of
-from rl.run.picture_signals import View, add_signals, signals, within_groups
 
 SCENE = Image.new("RGB", (96, 64), (120, 130, 140))
 ImageDraw.Draw(SCENE).ellipse((20, 10, 60, 50), fill=(200, 60, 40))

@@ -23,11 +23,10 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
+from rl.run.alarms import Watch
 from rl.run.checks import Checks
 from rl.run.plugin_metrics import PluginMetrics
-from rl.run.recording import Recording
-from rl.run.run import Run
-from rl.run.watch import Watch
+from rl.run.run import Recording, Run
 
 PLUGINS = """
 from rl.api.data import DataSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.run.reward_gap import LEAST_GAP, Rewards, gap_of, slope_of
+from rl.run.alarms import LEAST_GAP, Rewards, gap_of, slope_of
 
 
 def test_slope_and_correlation_by_hand() -> None:

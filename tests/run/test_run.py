@@ -24,13 +24,12 @@ from rl.judge.client import JudgeStats
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
-from rl.run.checkpointing import Checkpointing
+from rl.run.alarms import Watch
 from rl.run.checks import Checks
 from rl.run.metric_table import doc_of
-from rl.run.recording import Recording, rank_times
-from rl.run.run import PendingStep, Run
+from rl.run.run import PendingStep, Recording, Run, rank_times
+from rl.run.saving import Checkpointing
 from rl.run.set_up import _restore
-from rl.run.watch import Watch
 
 
 def checkpointing_in(folder: Path, save: Callable[..., Path | None], copy: Any) -> Checkpointing:

@@ -32,9 +32,8 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext
-from rl.run.evaluation import evaluate
+from rl.run.evaluation import Stock, evaluate
 from rl.run.paired import paired
-from rl.run.stock import Stock
 from rl.seeds import derive_seed
 
 pytestmark = pytest.mark.slow

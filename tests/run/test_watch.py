@@ -15,8 +15,8 @@ from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
+from rl.run.alarms import MISMATCHED, SEVERAL, TREND, Watch
 from rl.run.metric_table import doc_of
-from rl.run.watch import MISMATCHED, SEVERAL, TREND, Watch
 
 LEARNS = {"optimizer/steps": 1.0, "optimizer/grad_norm": 0.3, "groups/zero_spread": 0.25}
 NO_STEP = {"optimizer/steps": 0.0}

@@ -14,7 +14,7 @@ import tiny_loop
 
 from rl.commands import launch
 from rl.config.schema import ConfigError
-from rl.run.torchrun import load_in_rank
+from rl.run.set_up import load_in_rank
 
 FAKES = {
     # Runs the command once for each task of the step, on the nodes after the first `--relative`.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl.simulation.iteration_model import Iteration, Machines, bound_by, enough_workers, simulate
+from rl.check.iteration_time import Iteration, Machines, bound_by, enough_workers, simulate
 
 WORK = Iteration(
     num_ranks=1, num_groups=3, group_size=4, batch_size=2, questions=0,

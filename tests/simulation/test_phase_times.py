@@ -13,11 +13,10 @@ import tiny_config
 
 from benchmarks import picture_flops
 from rl import build
+from rl.check import iteration_time
+from rl.check.iteration_time import Machines, pool_lines, simulate
 from rl.commands.pool import main
 from rl.config.schema import RenderPoolConfig
-from rl.simulation import phase_times
-from rl.simulation.iteration_model import Machines, simulate
-from rl.simulation.pool_report import pool_lines
 
 rare = partial(pytest.param, marks=pytest.mark.campaign)
 
@@ -44,7 +43,7 @@ def test_the_formulas_of_a_picture_agree_with_counted_operations(
 
 
 def test_times_are_computed_for_the_gpu_of_the_config() -> None:
-    edit = phase_times.computed(build.resolve(tiny_config.shipped("qwen_image_edit")))
+    edit = iteration_time.computed(build.resolve(tiny_config.shipped("qwen_image_edit")))
     work = edit.iteration
     assert (work.num_ranks, work.num_groups, work.group_size, work.questions) == (8, 2, 9, 2)
     # 20.3 PFLOP a picture (counted); H200: 790 TFLOP/s, of which half are reached.
@@ -52,7 +51,7 @@ def test_times_are_computed_for_the_gpu_of_the_config() -> None:
     # (2048 + 128) x 3584 values of two bytes, a source and a picture of 1024 x 1024 in RGB.
     assert work.picture_bytes == (2048 + 128) * 3584 * 2 + 2 * 3 * 1024**2
     eight_bit = tiny_config.shipped("qwen_image_edit", "renderer.fp8=storage")
-    assert phase_times.computed(build.resolve(eight_bit)).iteration.draw_s == work.draw_s
+    assert iteration_time.computed(build.resolve(eight_bit)).iteration.draw_s == work.draw_s
 
 
 def test_times_are_medians_of_a_run_without_its_first_iteration(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_times_are_medians_of_a_run_without_its_first_iteration(tmp_path: Path) 
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stored = config.model_dump(mode="json")
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    times = phase_times.measured(resolved, tmp_path)
+    times = iteration_time.measured(resolved, tmp_path)
     work, groups = times.iteration, config.prompts_per_iteration
     assert times.measured_s == 2 * 8 and work.sample_s == 2 * (1 + 2) and work.sync_s == 2 * (6 + 7)
     assert work.condition_s * groups == pytest.approx(2 * 3)
@@ -79,10 +78,10 @@ def test_times_are_medians_of_a_run_without_its_first_iteration(tmp_path: Path) 
 
     (tmp_path / "config.json").write_text(json.dumps(stored | {"world_size": 2}))
     with pytest.raises(ValueError, match="world_size: 2 in"):
-        phase_times.measured(resolved, tmp_path)
+        iteration_time.measured(resolved, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(stored | {"render_pool": {"workers": 2}}))
     with pytest.raises(ValueError, match="a pool drew"):
-        phase_times.measured(resolved, tmp_path)
+        iteration_time.measured(resolved, tmp_path)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
-from rl.run.contents import contents_of
+from rl.run.checks import contents_of
 from tiny_world.data.shape_pairs import ShapePairs
 from tiny_world.data.shape_prompts import ShapePrompts
 from tiny_world.data.shape_questions import ShapeQuestions

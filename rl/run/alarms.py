@@ -1,23 +1,206 @@
-"""Alarms over several iterations, each logged when its condition begins; they stop no run."""
+"""Warns where the reward rises and the pictures do not: trends, exploits, gaps between rewards."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rl.algorithm.grpo import SPREAD_TOLERANCE
 from rl.algorithm.metrics import Metrics
+from rl.api.types import Status
 from rl.config.schema import RunConfig
-from rl.run.exploits import ExploitWatch
-from rl.run.paired import NUM_ERRORS
+from rl.console import warn
+from rl.files import read_rows
+from rl.printing import excerpt
+from rl.run.paired import NUM_ERRORS, Paired, paired, student
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
     from rl.rollout.stream import Rollout
+
+# ---- exploits ------------------------------------------------------------------------------------
+# Alarms for what a policy exploits in its judge. They read only lines of metrics, so a resumed run
+# and the page come to the same alarms.
+
+FIRST = RECENT = 5
+"""The last `RECENT` iterations are compared with the first `FIRST`: few, because small runs have
+learnt an exploit after 7. No alarm for growth is logged before iteration 10."""
+PAY_ITERATIONS = 10
+"""Iterations over which a correlation with the reward is averaged."""
+PAY_ERRORS = 2.0
+"""The reward pays for a signal if their average is above 0 by this many standard errors."""
+FOLLOWS = 0.5
+FOLLOWED = ("similarity", "sharpness", "saturation")
+"""An average above `FOLLOWS` by as many is an alarm of its own for these signals (in sound small
+runs it was at most 0.41). Length is not among them: a sound reward may demand a long form."""
+KIND_EXCESS = 0.2
+"""Unreadable replies cluster in a kind of instruction whose share is above that of all by this."""
+
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """An alarm for a metric that grows."""
+
+    metric: str
+    least: float
+    """Smallest growth worth an alarm, in the metric's unit."""
+    least_share: float
+    """The same as a share of the first iterations' mean; both must be exceeded."""
+    signal: str
+    """The reward must pay for it (`reward/correlation/<signal>`); '': it need not."""
+    what: str
+    """Subject of the sentence."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An alarm for a share that is too large on average of `RECENT` iterations."""
+
+    metric: str
+    most: float
+    what: str
+    """The sentence after the share."""
+
+
+LIMITS = (
+    Limit(
+        "pictures/rewarded_copies",
+        0.1,
+        "of the graded pictures of the last {num} iterations equal their source and have a reward "
+        "of at least 0.5 (pictures/rewarded_copies): the judge pays for doing nothing",
+    ),
+    Limit(
+        "groups/unreadable",
+        0.1,
+        "of the groups of the last {num} iterations got mostly unreadable replies from the judge "
+        "(groups/unreadable): they teach nothing, or the wrong thing; read the replies on the page",
+    ),
+)
+GROWTHS = (
+    Growth(
+        "status/unreadable",
+        0.05,
+        1.0,
+        "",
+        "ever more of the judge's replies are unreadable; a policy that makes such pictures loses "
+        "nothing unless judge.unreadable is 'lowest'",
+    ),
+    Growth("pictures/copies", 0.1, 1.0, "", "ever more pictures equal their sources"),
+    Growth("pictures/sharpness", 0.5, 0.0, "sharpness", "pictures become sharper"),
+    Growth("pictures/saturation", 0.03, 0.0, "saturation", "colours become stronger"),
+    Growth("tokens/completion_mean", 1.0, 0.5, "length", "completions become longer"),
+)
+
+
+class ExploitWatch:
+    """Reads a run's lines of metrics in order; reports each alarm once in a run."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._first: list[Line] = []
+        self._last: deque[Line] = deque(maxlen=max(RECENT, PAY_ITERATIONS))
+        self._reported: set[str] = set()
+
+    def sentences(self, line: Line) -> Iterator[str]:
+        """A sentence for each alarm that this line raises first; the line of iteration 0, which
+        trains nothing, raises none."""
+        if "optimizer/steps" not in line:
+            return
+        self._num += 1
+        if self._num <= FIRST:
+            self._first.append(line)
+        self._last.append(line)
+        found = {limit.metric: _beyond(limit, list(self._last)) for limit in LIMITS}
+        found |= {"kind": _unreadable_kind(list(self._last))}
+        found |= {signal: _pays(signal, list(self._last)) for signal in FOLLOWED}
+        if self._num >= FIRST + RECENT:
+            found |= {each.metric: _growth(each, self._first, list(self._last)) for each in GROWTHS}
+        new = {key: text for key, text in found.items() if text and key not in self._reported}
+        self._reported |= new.keys()
+        yield from new.values()
+
+
+def _values_in(lines: Sequence[Line], name: str) -> list[float]:
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def _beyond(limit: Limit, last: Sequence[Line]) -> str:
+    shares = _values_in(last[-RECENT:], limit.metric)
+    if len(shares) < RECENT or fmean(shares) <= limit.most:
+        return ""
+    return f"{fmean(shares):.0%} {limit.what.format(num=RECENT)}"
+
+
+def _unreadable_kind(last: Sequence[Line]) -> str:
+    """One kind of instruction gets many more unreadable replies than all together."""
+    overall = _values_in(last, "status/unreadable")
+    prefix = "status/unreadable/"
+    for name in sorted({name for line in last for name in line if name.startswith(prefix)}):
+        shares = _values_in(last, name)
+        if len(shares) >= RECENT and fmean(shares) > fmean(overall) + KIND_EXCESS:
+            return (
+                f"{fmean(shares):.0%} of the judge's replies about {name.removeprefix(prefix)!r} "
+                f"are unreadable, {fmean(overall):.0%} of all ({name}): read them on the page, and "
+                "audit the judge on such instructions"
+            )
+    return ""
+
+
+def _correlation(last: Sequence[Line], signal: str) -> tuple[float, float, int]:
+    """(mean correlation of the reward with the signal, its standard error, number of iterations);
+    zeros if there is none."""
+    name = f"reward/correlation/{signal}"
+    values, errors = _values_in(last, name), _values_in(last, f"{name}_error")
+    if not values:
+        return 0.0, 0.0, 0
+    return fmean(values), sum(error**2 for error in errors) ** 0.5 / len(errors), len(values)
+
+
+def _pays(signal: str, last: Sequence[Line]) -> str:
+    mean, error, num = _correlation(last, signal)
+    if num < PAY_ITERATIONS or mean <= FOLLOWS + PAY_ERRORS * error:
+        return ""
+    return (
+        f"within groups the reward follows the pictures' {signal} (reward/correlation/{signal} "
+        f"{mean:.2f} on average of {num} iterations): the judge pays for it, whatever the "
+        "instruction says"
+    )
+
+
+def _growth(growth: Growth, first: Sequence[Line], last: Sequence[Line]) -> str:
+    before, after = _values_in(first, growth.metric), _values_in(last[-RECENT:], growth.metric)
+    if len(before) < FIRST or len(after) < RECENT:
+        return ""
+    start, now = fmean(before), fmean(after)
+    variances = [np.var(values, ddof=1) / len(values) for values in (before, after)]
+    error = float(sum(variances)) ** 0.5
+    noise = student(NUM_ERRORS, len(before) + len(after) - 2) * error
+    if now - start <= max(noise, growth.least, growth.least_share * start):
+        return ""
+    why = "look at them on the page; do they follow the instruction?"
+    if growth.signal:
+        mean, pay_error, _ = _correlation(last, growth.signal)
+        if mean <= PAY_ERRORS * pay_error:
+            return ""
+        name = f"reward/correlation/{growth.signal}"
+        why = f"the reward pays for it within groups ({name} {mean:+.2f}): {why}"
+    return (
+        f"{growth.what} ({growth.metric} {start:.3g} in the first {FIRST} iterations, {now:.3g} in "
+        f"the last {RECENT}); {why}"
+    )
+
+
+# ---- watch ---------------------------------------------------------------------------------------
+# Alarms over several iterations, each logged when its condition begins; they stop no run.
 
 SEVERAL = 3
 TREND = 10
@@ -296,3 +479,112 @@ def mismatch(last: Sequence[Trained], dtype: str, first: Sequence[Mapping[str, f
         "samples at another temperature or sees other pictures: compare with engine.type "
         "'transformers'"
     )
+
+
+# ---- reward gap ----------------------------------------------------------------------------------
+# Compares the gain in the final reward with that in rewards which train nothing (`held_out_only`):
+# where the policy exploits its judge, such a reward stays behind.
+
+Rewards = tuple[float, float]
+"""One sample's final reward, and its reward by the plugin that trains nothing; 0..1 each."""
+LEAST_GAP = 0.05
+"""Smallest gap (0..1) worth an alarm. If the second reward reaches its highest marks before the
+final reward does, even a sound policy makes a small gap."""
+FEWEST = 8
+"""Fewer samples cannot relate one reward to the other."""
+MAX_CAUSE_CHARS = 300
+
+
+def slope_of(pairs_S: Sequence[Rewards]) -> tuple[float, float, float | None]:
+    """(least-squares slope of the second reward on the final one, its standard error, their
+    correlation). A negative slope counts as 0; (0, 0, None) for fewer than `FEWEST` samples, or if
+    either reward is the same for all."""
+    if len(pairs_S) < FEWEST:
+        return 0.0, 0.0, None
+    x, y = (values - values.mean() for values in np.array(pairs_S).T)
+    if min(x @ x, y @ y) < 1e-12:
+        return 0.0, 0.0, None
+    slope, correlation = float(x @ y / (x @ x)), float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    error = float(np.sqrt(((y - slope * x) ** 2).sum() / (len(x) - 2) / (x @ x)))
+    return (slope, error, correlation) if slope > 0 else (0.0, 0.0, correlation)
+
+
+def gap_of(
+    first: Mapping[str, Rewards], now: Mapping[str, Rewards], hashes: Mapping[str, Sequence[str]]
+) -> tuple[Paired, float] | None:
+    """(mean over samples of slope x (gain in the final reward) - (gain in the second one), mean
+    gain in the final reward), over the samples that both evaluations have; None without any.
+
+    `slope_of` the first evaluation translates between the scales, and its error is added. A slope
+    is too small by the final reward's unreliability, so noise of either reward makes no gap.
+    """
+    slope, slope_error, _ = slope_of(list(first.values()))
+    ids = [key for key in now if key in first]
+    gains = [(now[key][0] - first[key][0], now[key][1] - first[key][1]) for key in ids]
+    behind = paired([slope * one - two for one, two in gains], [hashes[key] for key in ids])
+    if behind is None:
+        return None
+    gain = float(np.mean([one for one, _ in gains]))
+    if behind.error is not None:
+        error = (behind.error**2 + (slope_error * gain) ** 2) ** 0.5
+        behind = replace(behind, error=error)
+    return behind, gain
+
+
+def add_gaps(
+    metrics: Metrics, names: Iterable[str], folder: Path, records_S: Sequence[Mapping[str, Any]]
+) -> None:
+    """Add `eval/gap/<name>` and its companions for each reward in `names`; warn of gaps beyond
+    noise, and of pictures that the reward did not grade. `records_S`: the records of the
+    evaluation in `folder` (`<run>/evaluation/it_000010`); the first ones are read from beside it.
+    """
+    for name in names:
+        drawn = [record for record in records_S if record["status"] == Status.SCORED.value]
+        now = _pairs(drawn, name)
+        failures = [record["failure"] for record in drawn if record["id"] not in now]
+        metrics.add(f"eval/ungraded/{name}", 1.0, weight=len(failures))
+        metrics.add(f"eval/ungraded/{name}", 0.0, weight=len(now))
+        if failures:
+            warn(
+                f"{name} did not grade {len(failures)} of {len(drawn)} held-out pictures; training "
+                f"goes on. First cause: {excerpt(str(failures[0]), MAX_CAUSE_CHARS)}"
+            )
+        correlation = slope_of(list(now.values()))[2]
+        if correlation is not None:
+            metrics.maximum(f"eval/correlation/{name}", correlation)
+        hashes = {record["id"]: record["shown"] for record in drawn}
+        result = gap_of(_first_pairs(folder, name) or now, now, hashes)
+        if result is not None:
+            _add_gap(metrics, name, folder, *result)
+
+
+def _add_gap(metrics: Metrics, name: str, folder: Path, gap: Paired, gain: float) -> None:
+    is_alarming = gap.is_alarming and gap.mean > LEAST_GAP and gain >= 0
+    metrics.maximum(f"eval/gap/{name}", gap.mean)
+    if gap.error is not None:
+        metrics.maximum(f"eval/gap_error/{name}", gap.error)
+    metrics.maximum(f"eval/gap_alarm/{name}", float(is_alarming))
+    if is_alarming:
+        warn(
+            f"evaluation {folder.name}: the held-out reward rose by {gain:+.3f}, and {name}, which "
+            f"trains nothing, stays {gap.mean:.3f} +- {gap.error:.3f} behind what that predicts "
+            f"({gap.num} samples): the policy may exploit its judge. Compare both rewards on the "
+            "page's held-out samples"
+        )
+
+
+def _pairs(records: Iterable[Mapping[str, Any]], name: str) -> dict[str, Rewards]:
+    """Sample id -> its rewards, where both are known."""
+    return {
+        record["id"]: (record["reward"], record["parts"][name])
+        for record in records
+        if record["status"] == Status.SCORED.value and name in record["parts"]
+    }
+
+
+def _first_pairs(folder: Path, name: str) -> dict[str, Rewards]:
+    """The rewards of the first evaluation before that in `folder` which `name` graded."""
+    for path in sorted(folder.parent.glob("it_*/records.jsonl")):
+        if path.parent.name < folder.name and (pairs := _pairs(read_rows(path)[0], name)):
+            return pairs
+    return {}
