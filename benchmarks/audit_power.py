@@ -15,10 +15,10 @@ from statistics import NormalDist
 import numpy as np
 
 from rl.api.types import Sample
-from rl.audit.audit_cases import CORRECT, KINDS, Case
-from rl.audit.judge_audit import Asked, measured
 from rl.check.judge_verdict import RewardAudit
 from rl.config.schema import JudgeConfig
+from rl.tools.audit_cases import CORRECT, KINDS, Case
+from rl.tools.judge_audit import Asked, measured
 
 SCALES = {
     "continuous": np.linspace(-8, 8, 401),

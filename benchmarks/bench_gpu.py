@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from rl import printing
-from rl.check_gpu import program
-from rl.check_gpu.steps import ALONE, Step
+from rl.tools.check_gpu import program
+from rl.tools.check_gpu.steps import ALONE, Step
 
 
 def _case(name: str, function: str, limit_s: float, *arguments: str, package: str = "") -> Step:

@@ -31,9 +31,6 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, SamplingParams
-from rl.check_gpu.gpu_engines import move
-from rl.check_gpu.gpu_loops import SHOWN
-from rl.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm
 from rl.files import read_rows
@@ -48,6 +45,9 @@ from rl.learner.learner import (
 from rl.renderers.qwen_image import qwen_image_loop
 from rl.renderers.qwen_image.qwen_image_loop import EditorParts
 from rl.run.set_up import open_run
+from rl.tools.check_gpu.gpu_machine import SHOWN
+from rl.tools.check_gpu.gpu_steps import move
+from rl.tools.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.train import train
 
 NUM_ITERATIONS = 2

@@ -20,10 +20,10 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_policy import graded
 from rl import build
 from rl.check import memory_plan
-from rl.check_gpu.gpu_renderers import Forward, edit_step, small_parts, step_21
-from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.learner.learner import NUM_MEASURED, Learner
+from rl.tools.check_gpu.gpu_steps import Forward, edit_step, small_parts, step_21
+from rl.tools.check_gpu.lines import Line, Setup, result
 
 MAX_RATIO = 1.1
 """Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""

@@ -15,13 +15,13 @@ from benchmarks.gpu_timing import Bench
 from rl import build
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
-from rl.check_gpu.lines import Setup
 from rl.config.schema import RunConfig
 from rl.policies.qwen_vl import qwen_vl_policy
 from rl.policies.shared.attention import register
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image.qwen_image_config import MODULATIONS
 from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae
+from rl.tools.check_gpu.lines import Setup
 
 MAX_PICTURE_PX = 12_845_056
 """Qwen2.5-VL's `max_pixels`, which does not shrink 1024 x 1024 px: that picture has 1369 tokens."""

@@ -21,12 +21,12 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_timing import Bench, Timing
 from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.api.types import Prompt, TrainSequence
-from rl.check_gpu.lines import Line, Setup, measured, skipped
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.meter import prefix_tree_pairs
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
 from rl.policies.shared.model_loading import adapt
 from rl.policies.shared.trained_module import token_logprobs
+from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
 
 NUM_ITERATIONS = 10**6
 """Length of the learning rate's schedule: so long that the rate stays constant."""

@@ -19,8 +19,6 @@ from benchmarks.flop_counter import flops_of
 from benchmarks.gpu_models import open_bench, random_transformer, random_vae
 from benchmarks.gpu_timing import Bench, equal
 from benchmarks.stock import StockDenoiser, StockVae
-from rl.check_gpu.gpu_kernels import relative_error
-from rl.check_gpu.lines import Line, Setup, measured, skipped
 from rl.renderers.qwen_image.qwen_image_config import PATCH_PX
 from rl.renderers.qwen_image.qwen_image_denoiser import (
     Denoiser,
@@ -29,6 +27,8 @@ from rl.renderers.qwen_image.qwen_image_denoiser import (
     build_table,
 )
 from rl.renderers.qwen_image.qwen_image_loop import FrameVae
+from rl.tools.check_gpu.gpu_steps import relative_error
+from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0

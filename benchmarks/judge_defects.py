@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl import build
-from rl.audit import judge_audit
-from rl.audit.audit_report import attack_lines, audit_lines
-from rl.audit.audit_sets import configured_cases
-from rl.audit.judge_audit import AttackResult
 from rl.check.judge_verdict import RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
+from rl.tools import judge_audit
+from rl.tools.audit_cases import configured_cases
+from rl.tools.judge_audit import AttackResult, attack_lines, audit_lines
 from tiny_world.judge_server import JudgeServer
 
 Parts = list[dict[str, Any]]

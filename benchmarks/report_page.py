@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from rl.report.page import write_page
+from rl.tools.report.page import write_page
 
 WORDS = ("turn", "the large", "red", "square", "in the upper left", "into", "a", "blue circle")
 NUM_TOKENS = 160

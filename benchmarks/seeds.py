@@ -20,8 +20,8 @@ from statistics import fmean, median, stdev
 
 from rl.files import read_rows
 from rl.record.run_summary import summarise
-from rl.report.reading import read_evaluations
 from rl.run.paired import paired
+from rl.tools.report.reading import read_evaluations
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}

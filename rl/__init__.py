@@ -25,15 +25,15 @@ if sys.argv[:1] == ["-m"]:  # a program of this package starts: no traceback for
     )
 
 if TYPE_CHECKING:
-    from rl.edit.editor import Editor
-    from rl.notebook import check, load_run, train
+    from rl.tools.editor import Editor
+    from rl.tools.notebook import check, load_run, train
 
 __all__ = ["Editor", "check", "load_run", "train"]
 
 
 class _Callable(ModuleType):
     """The modules `rl.check` and `rl.train`: a call of one calls the function of that name in
-    `rl.notebook`."""
+    `rl.tools.notebook`."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return _function(self.__name__.partition(".")[2])(*arguments, **options)
@@ -54,7 +54,8 @@ class _Package(ModuleType):
 
 
 def _function(name: str) -> Any:
-    return getattr(import_module("rl.edit.editor" if name == "Editor" else "rl.notebook"), name)
+    module = "rl.tools.editor" if name == "Editor" else "rl.tools.notebook"
+    return getattr(import_module(module), name)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -27,10 +27,12 @@ class Command(NamedTuple):
     needs_torch: bool = True
 
 
-_RANK_SCRIPT = str(Path(__file__).with_name("commands") / "check_distributed.py")
+_RANK_SCRIPT = str(Path(__file__).with_name("tools") / "commands/check_distributed.py")
 COMMANDS = {
     "init": Command(
-        "write a config: asks for system, data, judge, GPUs", "rl.commands.init", needs_torch=False
+        "write a config: asks for system, data, judge, GPUs",
+        "rl.tools.commands.init",
+        needs_torch=False,
     ),
     "train": Command("start a run, or resume it", "rl.simple_launch"),
     "check": Command(
@@ -39,22 +41,30 @@ COMMANDS = {
         before=("--check",),
         needs_torch=False,
     ),
-    "report": Command("report what a run learnt", "rl.commands.report", needs_torch=False),
-    "edit": Command("edit pictures with a trained policy", "rl.commands.edit"),
-    "runs": Command("list the runs of a folder", "rl.commands.runs", needs_torch=False),
+    "report": Command("report what a run learnt", "rl.tools.commands.report", needs_torch=False),
+    "edit": Command("edit pictures with a trained policy", "rl.tools.commands.edit"),
+    "runs": Command("list the runs of a folder", "rl.tools.commands.runs", needs_torch=False),
     "enhance": Command(
-        "rewrite prompts with a trained policy", "rl.commands.edit", before=("--only-words",)
+        "rewrite prompts with a trained policy", "rl.tools.commands.edit", before=("--only-words",)
     ),
-    "launch": Command("print a batch file for Slurm", "rl.commands.launch", needs_torch=False),
-    "pool": Command("plan a pool of render workers", "rl.commands.pool", needs_torch=False),
-    "export": Command("write a trained model as a folder for other tools", "rl.commands.export"),
-    "judge": Command("audit a config's judge, or attack it", "rl.commands.audit_judge"),
-    "prepare": Command("encode an edit data set as Emu3 codes", "rl.commands.prepare_data"),
+    "launch": Command(
+        "print a batch file for Slurm", "rl.tools.commands.launch", needs_torch=False
+    ),
+    "pool": Command("plan a pool of render workers", "rl.tools.commands.pool", needs_torch=False),
+    "export": Command(
+        "write a trained model as a folder for other tools", "rl.tools.commands.export"
+    ),
+    "judge": Command("audit a config's judge, or attack it", "rl.tools.commands.audit_judge"),
+    "prepare": Command("encode an edit data set as Emu3 codes", "rl.tools.commands.prepare_data"),
     "check-distributed": Command(
         "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
-    "check-gpu": Command("prove that this machine's GPUs run everything", "rl.commands.check_gpu"),
-    "rehearse": Command("run one iteration at real size without a GPU", "rl.commands.rehearse"),
+    "check-gpu": Command(
+        "prove that this machine's GPUs run everything", "rl.tools.commands.check_gpu"
+    ),
+    "rehearse": Command(
+        "run one iteration at real size without a GPU", "rl.tools.commands.rehearse"
+    ),
     "bench-gpu": Command("measure real-size models on this GPU", "benchmarks.bench_gpu"),
 }
 
@@ -96,7 +106,7 @@ def main() -> NoReturn:
             f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another",
         )
     python_arguments = ["-m", command.module, *command.before, *arguments, *command.after]
-    if command.module.startswith("rl.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
+    if command.module.startswith("rl.tools.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
         python_arguments.insert(0, "-P")  # they do not import from the working folder
     os.execv(sys.executable, [sys.executable, *python_arguments])
 

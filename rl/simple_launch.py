@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.conformance:
         if find_spec("torch") is None:
             sys.exit("--conformance runs the plugin's model: install the training packages first")
-        python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.conformance.conformance"]
+        python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.conformance"]
         words = [args.conformance, *filter(None, [args.config]), *args.overrides]
         os.execv(python[0], [*python, *words])
     if args.config is None:

@@ -5,6 +5,6 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # else `rl/data` hides other modules named `data`
-    from rl.commands.check_distributed import main
+    from rl.tools.commands.check_distributed import main
 
     main()

@@ -1,3 +1,3 @@
-from rl.commands.check_distributed import main
+from rl.tools.commands.check_distributed import main
 
 raise SystemExit(main())

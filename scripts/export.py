@@ -1,3 +1,3 @@
-from rl.commands.export import main
+from rl.tools.commands.export import main
 
 raise SystemExit(main())

@@ -1,3 +1,3 @@
-from rl.commands.prepare_data import main
+from rl.tools.commands.prepare_data import main
 
 raise SystemExit(main())

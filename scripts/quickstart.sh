@@ -18,4 +18,4 @@ for argument; do
     if [[ $argument == *=* && $argument != -* ]]; then overrides+=("$argument"); fi
 done
 python -m rl.simple_launch "$config" "$@"
-python -m rl.commands.report "$config" "${overrides[@]}"
+python -m rl.tools.commands.report "$config" "${overrides[@]}"

@@ -1,3 +1,3 @@
-from rl.commands.report import main
+from rl.tools.commands.report import main
 
 raise SystemExit(main())

@@ -31,8 +31,8 @@ import pytest
 from tiny_run import run_config
 
 from rl.config.schema import load_config
-from rl.edit.editor import Editor
 from rl.rewards import edit_quality
+from rl.tools.editor import Editor
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("qwen_image_edit", "earl", "reasoning", "prompt_enhancement")
@@ -109,8 +109,8 @@ LINES = [
     Line("prompt_enhancement", "python test_integrated_system.py", "run",
          "python -m rl report runs/tiny_prompts"),
     Line("prompt_enhancement", "python test_clip_reward.py", "checked", "tests/rewards/"),
-    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/edit/editor.py"),
-    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/edit/editor.py"),
+    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/tools/editor.py"),
+    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/tools/editor.py"),
     Line("prompt_enhancement", "from models.clip_reward", "checked", "tests/rewards/"),
 ]  # fmt: skip
 

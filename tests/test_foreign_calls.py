@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from rl.algorithm.attention_kernels import VARLEN
-from rl.check_gpu import gpu_kernels, gpu_machine
 from rl.policies.shared.attention import Packing, attention
+from rl.tools.check_gpu import gpu_machine, gpu_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
 VLLM = ROOT / "rl" / "engines" / "vllm"
-KERNELS, ENGINE = "policies/shared/attention.py", "engines/vllm/vllm.py"
+KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm/vllm.py"
 OBJECTS = {
     (VLLM / "vllm.py", "self._llm"): "vllm.LLM",
     (VLLM / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
@@ -178,18 +178,18 @@ def test_calls_fit_the_installed_library(library: str, at_least: int) -> None:
     ("file", "call", "planted", "why"),
     [
         (
-            "policies/shared/attention.py",
+            "algorithm/attention_kernels.py",
             "causal=runs.causal)",
             "causal=runs.causal, sink=1)",
             "sink",
         ),
         (
-            "policies/shared/attention.py",
+            "algorithm/attention_kernels.py",
             "runs.causal, random_state)",
             "runs.causal, random_state, state=1)",
             "state",
         ),
-        ("policies/shared/attention.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
+        ("algorithm/attention_kernels.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
         pytest.param(
             "engines/vllm/vllm.py",
             "sleep(level=1)",
@@ -223,11 +223,11 @@ def test_methods_that_vllm_calls_take_what_it_passes(name: str) -> None:
             inspect.signature(getattr(ours, method)).bind(*arguments)
 
 
-@pytest.mark.parametrize("heads", gpu_kernels.HEADS.values())
+@pytest.mark.parametrize("heads", gpu_steps.HEADS.values())
 def test_the_gpus_attention_runs_on_meta_tensors(heads: tuple[int, int, int]) -> None:
     """Forward and backward of packed rows: the real operators, with a GPU's dtype and heads."""
     num_heads, num_key_heads, width = heads
-    groups = gpu_kernels.groups_of([(5, (3, 1)), (2, (0, 4))])
+    groups = gpu_steps.groups_of([(5, (3, 1)), (2, (0, 4))])
     packing = Packing(groups, VARLEN)
     query, key, value = (
         torch.empty(1, n, 15, width, device="meta", dtype=torch.bfloat16, requires_grad=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from rl.audit import judge_audit
-from rl.commands import audit_judge
+from rl.tools import judge_audit
+from rl.tools.commands import audit_judge
 
 if __name__ == "__main__":
     judge_audit.NUM_CASES, judge_audit.NUM_REPEATED = 3, 1

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rl.check_gpu.lines import Line, Setup, measured, result
+from rl.tools.check_gpu.lines import Line, Setup, measured, result
 
 NEVER_JOINS = """
 import time
-from rl.commands import check_distributed as check
+from rl.tools.commands import check_distributed as check
 check.TIMEOUT_S = 2.0
 real = check.communicators
 check.communicators = lambda dist: time.sleep(60) if dist.rank else real(dist)
@@ -45,51 +45,51 @@ def noisy(setup: Setup) -> Iterator[Line]:
 
 
 def wrong_kernel(setup: Setup) -> Iterator[Line]:
-    from rl.check_gpu import gpu_kernels
     from rl.policies.shared import attention
+    from rl.tools.check_gpu import gpu_steps
 
     def forward(*tensors: Any) -> Any:
         out, lse = attention.CPU.forward(*tensors)
         return 1.01 * out, lse
 
     kernel = attention.Kernel(forward, attention.CPU.backward)
-    gpu_kernels.LARGEST_ERROR["float32"] = gpu_kernels.LARGEST_ERROR["bfloat16"]
-    gpu_kernels.LARGEST_BIAS["float32"] = gpu_kernels.LARGEST_BIAS["bfloat16"]
+    gpu_steps.LARGEST_ERROR["float32"] = gpu_steps.LARGEST_ERROR["bfloat16"]
+    gpu_steps.LARGEST_BIAS["float32"] = gpu_steps.LARGEST_BIAS["bfloat16"]
     with mock.patch.object(attention, "choose_kernel", lambda *_: kernel):
-        yield next(iter(gpu_kernels.kernels(setup)))
+        yield next(iter(gpu_steps.kernels(setup)))
 
 
 def dead_sync(setup: Setup) -> Iterator[Line]:
-    from rl.check_gpu import gpu_engines
     from rl.engines.vllm.vllm import VllmEngine
+    from rl.tools.check_gpu import gpu_steps
 
     with mock.patch.object(VllmEngine, "load_weights", lambda engine, weights: None):
         yield next(
             line
-            for line in gpu_engines.engine(setup, "adapter", "quickstart")
+            for line in gpu_steps.engine(setup, "adapter", "quickstart")
             if "weight sync" in line.what
         )
 
 
 def rank_that_never_joins(setup: Setup) -> Iterator[Line]:
-    from rl.check_gpu import gpu_loops
+    from rl.tools.check_gpu import gpu_machine
 
     script = Path(setup.folder, "never_joins.py")
     script.write_text(NEVER_JOINS)
-    yield from gpu_loops.collectives(setup, script)
+    yield from gpu_machine.collectives(setup, script)
 
 
 def loop_that_cannot_resume(setup: Setup) -> Iterator[Line]:
     """Its second start has another learning rule, which a run may not change."""
-    from rl.check_gpu import gpu_loops
+    from rl.tools.check_gpu import gpu_machine
 
-    start, more = gpu_loops._start, [[], ["policy.lora.r=4"]]
+    start, more = gpu_machine._start, [[], ["policy.lora.r=4"]]
 
     def start_another(command: list[str], log: Any) -> Any:
         return start([*command, *more.pop(0)], log)
 
-    with mock.patch.object(gpu_loops, "_start", start_another):
-        yield from gpu_loops.loop(setup, "quickstart", "engine.type=transformers")
+    with mock.patch.object(gpu_machine, "_start", start_another):
+        yield from gpu_machine.loop(setup, "quickstart", "engine.type=transformers")
 
 
 def with_a_grandchild(setup: Setup) -> Iterator[Line]:

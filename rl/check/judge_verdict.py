@@ -34,7 +34,7 @@ RULES = 2
 """The number of the rules that decide; an audit by others counts as none."""
 PICTURES = frozenset({"source", "image", "target"})
 AUDIT = (
-    *(sys.executable, "-u", "-P", "-m", "rl.commands.audit_judge"),
+    *(sys.executable, "-u", "-P", "-m", "rl.tools.commands.audit_judge"),
     *("audit", "stdin", "--at-start"),
 )
 """The program that audits the judge of a starting run, which does not import it."""

@@ -54,7 +54,7 @@ class Page:
             self._end()
 
     def _start(self, prefix: Sequence[str] = ()) -> None:
-        program = [sys.executable, "-m", "rl.commands.report"]
+        program = [sys.executable, "-m", "rl.tools.commands.report"]
         try:
             command = [*prefix, *program, str(current_path(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)

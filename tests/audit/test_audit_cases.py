@@ -10,9 +10,17 @@ from PIL import Image, ImageDraw
 from tiny_edits import save_photos
 
 from rl.api.types import Sample
-from rl.audit.audit_cases import CORRECT, KINDS, case_of, cases_of
-from rl.audit.audit_scenes import scene_cases
-from rl.audit.judge_attacks import ATTACKS, SWAPPED, attacked, written
+from rl.tools.audit_cases import (
+    ATTACKS,
+    CORRECT,
+    KINDS,
+    SWAPPED,
+    attacked,
+    case_of,
+    cases_of,
+    scene_cases,
+    written,
+)
 
 
 def square(colour: str, left: int = 8) -> Image.Image:

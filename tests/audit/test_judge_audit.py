@@ -14,15 +14,13 @@ from PIL import Image
 from benchmarks.judge_defects import DEFECTS, DefectiveJudge, examine
 from rl import build
 from rl.api.types import Sample
-from rl.audit import judge_audit
-from rl.audit.audit_cases import CORRECT, Case
-from rl.audit.audit_report import audit_lines
-from rl.audit.audit_sets import run_cases
-from rl.audit.judge_audit import Asked
 from rl.check.judge_verdict import verdict
-from rl.commands import audit_judge as command
 from rl.config.schema import JudgeConfig, load_config
 from rl.judge.client import JudgeError
+from rl.tools import judge_audit
+from rl.tools.audit_cases import CORRECT, Case, run_cases
+from rl.tools.commands import audit_judge as command
+from rl.tools.judge_audit import Asked, audit_lines
 from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import SyntheticConfig
 

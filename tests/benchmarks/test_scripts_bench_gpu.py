@@ -11,13 +11,13 @@ import torch
 from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
 from benchmarks.gpu_models import REAL
 from rl.algorithm.attention_kernels import Kernel, Runs
-from rl.check_gpu import gpu_kernels
-from rl.check_gpu.lines import Setup
 from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.policies.shared import attention, trained_module
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
+from rl.tools.check_gpu import gpu_steps
+from rl.tools.check_gpu.lines import Setup
 
 pytestmark = pytest.mark.slow
 
@@ -86,10 +86,10 @@ def without_last_key(kernel: Kernel) -> Kernel:
 def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
     wrong = without_last_key(attention.CPU)
     monkeypatch.setattr(attention, "choose_kernel", lambda *_: wrong)
-    monkeypatch.setattr(gpu_kernels, "policy_outcomes", lambda setup: [{}, {}, {}])
-    for limits in (gpu_kernels.LARGEST_ERROR, gpu_kernels.LARGEST_BIAS):
-        monkeypatch.setitem(limits, "float32", gpu_kernels.LARGEST_ERROR["bfloat16"])
-    auto, *_ = gpu_kernels.kernels(setup_in(tmp_path))
+    monkeypatch.setattr(gpu_steps, "policy_outcomes", lambda setup: [{}, {}, {}])
+    for limits in (gpu_steps.LARGEST_ERROR, gpu_steps.LARGEST_BIAS):
+        monkeypatch.setitem(limits, "float32", gpu_steps.LARGEST_ERROR["bfloat16"])
+    auto, *_ = gpu_steps.kernels(setup_in(tmp_path))
     assert auto.status == "FAIL" and auto.keys == {"policy.attn_implementation": "sdpa"}
     assert "in a group the result has a relative error" in auto.note
 
@@ -103,7 +103,7 @@ def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
             "choose_kernel",
             lambda name, *rest: wrong if name == "auto" else chosen(name, *rest),
         )
-    lines = {line.what: line for line in gpu_kernels.kernels(setup_in(tmp_path))}
+    lines = {line.what: line for line in gpu_steps.kernels(setup_in(tmp_path))}
     for what in ("log-probs", "states", "gradient"):
         assert lines[f"a policy's {what}"].status == "FAIL"
     assert lines["packed attention (sdpa) of Qwen2.5-VL"].status == "PASS"
@@ -111,7 +111,7 @@ def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
 
 def test_visible_tokens_of_packed_attention_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
-    mask = gpu_kernels.visible(gpu_kernels.groups_of([(2, (2, 1)), (1, (1,))]))
+    mask = gpu_steps.visible(gpu_steps.groups_of([(2, (2, 1)), (1, (1,))]))
     rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 

@@ -23,12 +23,12 @@ from tiny_waits import is_gone, wait_for
 
 from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
-from rl.check_gpu import gpu_loops, gpu_machine, program, steps
-from rl.check_gpu.lines import Line, Setup, result, shareable
-from rl.check_gpu.steps import Step
-from rl.commands import check_gpu
 from rl.config.schema import load_config
 from rl.ranks.dist import Machine
+from rl.tools.check_gpu import gpu_machine, program, steps
+from rl.tools.check_gpu.lines import Line, Setup, result, shareable
+from rl.tools.check_gpu.steps import Step
+from rl.tools.commands import check_gpu
 
 TESTS = Path(__file__).resolve().parents[1]
 H100 = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 12"
@@ -236,9 +236,7 @@ def test_what_a_killed_step_started_is_gone(tmp_path: Path) -> None:
 
 
 def test_results_are_on_the_disk_after_kill_9_of_the_whole(tmp_path: Path) -> None:
-    code = (
-        "from rl.check_gpu import steps; from test_check_gpu import *; from pathlib import Path; "
-    )
+    code = "from test_check_gpu import *; from pathlib import Path; "
     code += f"list(steps.run([step('hanging')], setup_in(Path({str(tmp_path)!r})), 60))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent) as process:
         wait_for(lambda: steps.results(setup_in(tmp_path), "planted"))
@@ -255,7 +253,7 @@ def test_the_loops_on_gpus_are_runs_that_rl_check_accepts(tmp_path: Path, num_gp
     loops = [one for one in check_gpu.STEPS if one.function == check_gpu.LOOP]
     assert len(loops) == 6
     for one in loops:
-        path, *words = gpu_loops.words_of(setup, *one.arguments)
+        path, *words = gpu_machine.words_of(setup, *one.arguments)
         config = load_config(path, words)
         assert config.policy["dtype"] == "bfloat16" and config.world_size == num_gpus
         machine = Machine((85.5,) * num_gpus)
@@ -313,7 +311,9 @@ def test_every_step_is_a_function_of_its_file() -> None:
 
 def test_recommended_keys_are_keys_of_a_config() -> None:
     words = [f"{key}={value}" for one in check_gpu.STEPS for key, value in one.keys.items()]
-    text = "".join(file.read_text() for file in (TESTS.parent / "rl/check_gpu").glob("gpu_*.py"))
+    text = "".join(
+        file.read_text() for file in (TESTS.parent / "rl/tools/check_gpu").glob("gpu_*.py")
+    )
     words += [f"{key}={value}" for key, value in re.findall(r'\{"(\w+\.\w+)": "(\w+)"\}', text)]
     assert len(set(words)) >= 4
     for word in {*words, "gpu_gb=80", "world_size=8", "renderer.batch_size=2"}:

@@ -12,16 +12,16 @@ import pytest
 from tiny_messages import holds, refusal
 
 from rl.check import check_report
-from rl.commands import export
-from rl.commands import report as report_command
 from rl.config import loading
 from rl.config.schema import ConfigError, load_config
-from rl.edit.trained import load_trained
 from rl.model_files import read_config
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
 from rl.record.run_record import RunRecord
-from rl.report.reading import read_evaluations
+from rl.tools.commands import export
+from rl.tools.commands import report as report_command
+from rl.tools.report.reading import read_evaluations
+from rl.tools.trained import load_trained
 
 OVERRIDES = [
     "num_iterations=3",

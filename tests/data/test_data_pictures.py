@@ -15,7 +15,7 @@ from tiny_edits import PHOTO_SIZE, save_photos
 from rl import files
 from rl.data.shared import rows
 from rl.data.shared.rows import UnusableError, check_header, decode, load_image, locate
-from rl.report.single_file import thumbnail
+from rl.tools.report.page import thumbnail
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:

@@ -15,10 +15,10 @@ from tiny_checkpoints import checkpoints_in, save
 from tiny_editor import assert_same_picture
 from tiny_messages import refusal
 
-from rl.commands import edit
 from rl.config.schema import RunConfig
-from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
-from rl.edit.trained import config_for_use, load_trained
+from rl.tools.commands import edit
+from rl.tools.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
+from rl.tools.trained import config_for_use, load_trained
 
 pytestmark = pytest.mark.slow
 

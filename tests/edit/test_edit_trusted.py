@@ -12,8 +12,8 @@ from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import holds
 from tiny_run import run_config
 
-from rl.edit.trained import config_for_use, load_trained
 from rl.model_files import read_config
+from rl.tools.trained import config_for_use, load_trained
 
 
 def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch) -> None:

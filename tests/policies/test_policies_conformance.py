@@ -19,15 +19,15 @@ import tiny_loop
 import torch
 from tiny_typing import typing_errors
 
-from rl.commands import export
 from rl.config.schema import ConfigError
-from rl.conformance import conformance
-from rl.edit.trained import config_for_use, load_trained
 from rl.engines.transformers import TransformersEngine
-from rl.notebook import load_run
 from rl.policies.shared import prompting
 from rl.policies.shared.policy_base import TrainedPolicy
 from rl.policies.shared.trained_module import TrainedModule
+from rl.tools import conformance
+from rl.tools.commands import export
+from rl.tools.notebook import load_run
+from rl.tools.trained import config_for_use, load_trained
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "my_plugins.smolvlm"

@@ -15,12 +15,12 @@ import torch
 
 from rl import build
 from rl.config.schema import load_config
-from rl.edit.trained import Trained
 from rl.policies import qwen2_5_vl
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
 from rl.run.set_up import with_start
 from rl.simple_launch import _named_start, _parse, main
+from rl.tools.trained import Trained
 
 LORA = {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 QUICKSTART = "configs/quickstart.jsonnet"

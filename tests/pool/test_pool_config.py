@@ -17,10 +17,10 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, compatibility
-from rl.commands import pool
 from rl.config.schema import ConfigError, RenderPoolConfig, RunConfig, load_config
 from rl.pool import ray_cluster
 from rl.ranks.dist import Dist
+from rl.tools.commands import pool
 
 QUICKSTART = "configs/quickstart.jsonnet"
 

@@ -9,9 +9,9 @@ import torch
 from tiny_ranks import run_ranks
 
 from rl.algorithm.metrics import Metrics
-from rl.edit.trained import pick_device
 from rl.engines.vllm import vllm as vllm_engine
 from rl.ranks.dist import Dist
+from rl.tools.trained import pick_device
 
 
 def collectives() -> dict[str, Any]:

@@ -13,15 +13,15 @@ import pytest
 from tiny_messages import holds
 
 from rl import printing
-from rl.commands.audit_judge import main as judge
-from rl.commands.check_gpu import main as check_gpu
-from rl.commands.edit import main as edit
-from rl.commands.rehearse import main as rehearse
-from rl.commands.report import main as report
-from rl.commands.runs import main as runs
 from rl.config.loading import nearest
 from rl.config.schema import ConfigError
 from rl.simple_launch import main as launch
+from rl.tools.commands.audit_judge import main as judge
+from rl.tools.commands.check_gpu import main as check_gpu
+from rl.tools.commands.edit import main as edit
+from rl.tools.commands.rehearse import main as rehearse
+from rl.tools.commands.report import main as report
+from rl.tools.commands.runs import main as runs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_an_early_interrupt_and_a_closed_pipe_print_no_traceback(tmp_path: Path)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "rl.commands.runs", str(tmp_path)],
+        [sys.executable, "-m", "rl.tools.commands.runs", str(tmp_path)],
         cwd=ROOT,
         stdout=writer,
         stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ import json
 import sys
 from unittest import mock
 
-from rl.rehearsal import cuda_guard
+from rl.tools import rehearsal
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
 FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
@@ -16,10 +16,9 @@ DEPTH = 2  # of a case with a planted fault: 1
 
 def main(cases: list[str]) -> None:
     """`cases`: 'config', or 'config, planted fault'."""
-    cuda_guard.load()
+    rehearsal.load()
     from rl.config.schema import load_config
-    from rl.rehearsal.rehearsal import rehearse
-    from rl.rehearsal.rehearsal_report import NAMES, lines, peaks_gb
+    from rl.tools.rehearsal import NAMES, lines, peaks_gb, rehearse
 
     results = {}
     for case in cases:

@@ -102,6 +102,6 @@ def forward_tflop() -> float:
 
 def test_what_a_machine_lacks_is_named() -> None:
     # In a separate process, because `cuda_guard.cpp` must be loaded before torch.
-    command = [sys.executable, "-m", "rl.commands.rehearse", "configs/quickstart.jsonnet"]
+    command = [sys.executable, "-m", "rl.tools.commands.rehearse", "configs/quickstart.jsonnet"]
     done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and "apt install g++" in done.stderr

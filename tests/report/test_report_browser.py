@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from tiny_report import EVIL, write_lines, write_run
 
-from rl.commands import report
 from rl.files import open_picture
+from rl.tools.commands import report
 
 CHROMIUM = shutil.which("chromium")
 api = pytest.importorskip("playwright.sync_api", reason="scripts/test.sh installs playwright")

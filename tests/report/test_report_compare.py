@@ -14,10 +14,10 @@ from scipy import stats
 from tiny_messages import holds, refusal
 from tiny_report import held_out, write_held_out, write_lines, write_run
 
-from rl.commands import report
 from rl.files import read_rows
-from rl.report.all_runs import differing, sparkline
-from rl.report.compare import by_chance, compare, lines
+from rl.tools.commands import report
+from rl.tools.report.compare import by_chance, compare, lines
+from rl.tools.report.page import differing, sparkline
 
 PICTURES = "aabbbcdd"
 """The source picture of each sample: four pictures, shared by 2, 3, 1 and 2 samples."""

@@ -20,16 +20,14 @@ from PIL import Image
 from tiny_messages import holds
 from tiny_report import EVIL, write_evaluation, write_lines, write_run
 
-from rl.commands import report
 from rl.files import json_line
-from rl.report import folder, single_file
-from rl.report.curves import CURVES, MAX_POINTS, curve_data
-from rl.report.page import times, write_page
-from rl.report.pages import value_of
-from rl.report.reading import Evaluation
-from rl.report.single_file import write_single_file
-from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
+from rl.tools.commands import report
+from rl.tools.report import page as single_file
+from rl.tools.report import reading
+from rl.tools.report.page import times, value_of, write_page, write_single_file
+from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
+from rl.tools.report.summary import alarms, learnt
 from rl.trackers import MAIN_METRICS
 
 
@@ -153,8 +151,8 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
 
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.locked(run_dir / "report"):
+    monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
+    with reading.locked(run_dir / "report"):
         with pytest.raises(ValueError, match="another report"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()

@@ -14,9 +14,10 @@ import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files import json_line
-from rl.report import episode_rows, pages
-from rl.report.pages import MAX_PAGE_BYTES, literal, refresh, value_of
-from rl.report.reading import picture, picture_of
+from rl.tools.report import episode_rows
+from rl.tools.report import page as pages
+from rl.tools.report.page import MAX_PAGE_BYTES, literal, refresh, value_of
+from rl.tools.report.reading import picture, picture_of
 
 
 @pytest.fixture

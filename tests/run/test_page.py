@@ -10,10 +10,10 @@ import pytest
 from tiny_messages import holds
 from tiny_report import write_run
 
-from rl.commands import report
-from rl.report import folder
 from rl.run import page_refresh
 from rl.run.page_refresh import Page
+from rl.tools.commands import report
+from rl.tools.report import reading
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_refresh_does_not_wait_and_only_one_process_runs_at_a_time(slow: Path)
         page.refresh()
     (slow / "go").write_text("0")
     page.close()
-    command = f"-m rl.commands.report {slow / 'run'} --refresh"
+    command = f"-m rl.tools.commands.report {slow / 'run'} --refresh"
     assert calls(slow) == [command] * 2, "the process already running, and the last one"
 
 
@@ -82,8 +82,8 @@ def test_a_failed_refresh_warns_once(
 
 def test_a_report_exits_as_busy_while_another_is_written(tmp_path: Path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
-    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.locked(run_dir / "report"):
+    monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
+    with reading.locked(run_dir / "report"):
         assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
 
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from tiny_report import held_out, write_held_out, write_lines
 
-from rl.commands.export_evidence import gather
 from rl.record.publish import Evidence
+from rl.tools.commands.export import gather
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
 

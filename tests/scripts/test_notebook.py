@@ -15,7 +15,7 @@ import tiny_report
 from PIL import Image
 
 from rl.config.schema import ConfigError
-from rl.notebook import TrainingError, check, load_run, train
+from rl.tools.notebook import TrainingError, check, load_run, train
 
 DOCS = Path(__file__).parents[2] / "docs"
 

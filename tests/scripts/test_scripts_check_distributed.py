@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_ranks import run_ranks
 
-from rl.commands import check_distributed as check
 from rl.ranks.dist import Dist
+from rl.tools.commands import check_distributed as check
 
 ROOT = Path(__file__).parents[2]
 TWO = Dist(rank=1, world_size=2)
@@ -47,7 +47,7 @@ def test_gloo_and_nccl_are_checked_on_gpus():
 @pytest.mark.slow
 def test_a_rank_that_does_not_answer_ends_the_check():
     code = (
-        "import time; from rl.commands import check_distributed as check\n"
+        "import time; from rl.tools.commands import check_distributed as check\n"
         "check.TIMEOUT_S = 0.05; check.communicators = lambda _: time.sleep(30); check.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -110,7 +110,9 @@ def test_every_command_has_help_with_an_example(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["rl", "report"], ["rl", "runs"], ["rl.commands.report"]])
+@pytest.mark.parametrize(
+    "command", [["rl", "report"], ["rl", "runs"], ["rl.tools.commands.report"]]
+)
 def test_no_command_imports_from_a_run_folder_that_it_reads(
     command: list[str], tmp_path: Path
 ) -> None:
@@ -177,7 +179,9 @@ def test_a_script_only_calls_its_command(script: Path) -> None:
     [import_line, run_line] = [line for line in script.read_text().splitlines() if line]
     module = re.fullmatch(r"from ([\w.]+) import main", import_line)
     assert module and run_line == "raise SystemExit(main())"
-    modules = {command.module for command in COMMANDS.values()} | {"rl.commands.check_distributed"}
+    modules = {command.module for command in COMMANDS.values()} | {
+        "rl.tools.commands.check_distributed"
+    }
     assert module[1].removesuffix(".__main__") in modules and find_spec(module[1])
 
 

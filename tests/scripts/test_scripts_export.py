@@ -28,15 +28,15 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
-from rl.commands import export
 from rl.config.schema import RunConfig
-from rl.edit.editor import Editor
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import emu3, qwen2_5_vl
 from rl.policies.qwen_vl import qwen_vl_policy
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import _write_manifest, model_folder
+from rl.tools.commands import export
+from rl.tools.editor import Editor
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.questions import SYSTEM_PROMPT

@@ -15,8 +15,8 @@ from tiny_messages import holds, refusal
 
 from rl import simple_launch
 from rl.check import check_report
-from rl.commands import init
 from rl.config.schema import load_config
+from rl.tools.commands import init
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import tiny_config
 import tiny_loop
 
-from rl.commands import launch
 from rl.config.schema import ConfigError
 from rl.run.set_up import load_in_rank
+from rl.tools.commands import launch
 
 FAKES = {
     # Runs the command once for each task of the step, on the nodes after the first `--relative`.

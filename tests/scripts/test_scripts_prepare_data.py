@@ -15,10 +15,10 @@ from tiny_pictures import make_picture
 from tiny_tokens import save_published
 
 from rl.api.data import RowRules
-from rl.commands import prepare_data
 from rl.data import emu3_tokens
 from rl.data.emu3_tokens import read
 from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec
+from rl.tools.commands import prepare_data
 
 LIST = "list/tokenized_datalist.json"
 

@@ -131,7 +131,7 @@ def test_rl_check_and_report_need_no_extra() -> None:
     """`pip install vlm-edit-rl` alone is enough for `rl check` and `rl report`."""
     script = (
         "import sys\nsys.modules |= dict.fromkeys(sys.argv[1:])\n"  # importing them fails
-        "import rl.simple_launch, rl.commands.report\n"
+        "import rl.simple_launch, rl.tools.commands.report\n"
         "from rl.config.schema import load_config\nfrom rl.check import check_report\n"
         "text, code = check_report.report(load_config('configs/quickstart.jsonnet'), 80)\n"
         "assert code == 0, text"

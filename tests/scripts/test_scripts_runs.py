@@ -19,14 +19,14 @@ from tiny_messages import holds
 from tiny_report import held_out, write_episodes, write_held_out
 from tiny_run import episode, run_config
 
-from rl.commands import export, report
-from rl.commands.runs import main
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.run_record import RunRecord
 from rl.record.run_summary import LOCKS, summarise
 from rl.seeds import rng_state
+from rl.tools.commands import export, report
+from rl.tools.commands.runs import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,7 +159,7 @@ def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
     blocked = ("torch", "filelock", "transformers", "safetensors", "huggingface_hub", "wandb")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
-        "from rl.commands.runs import main\n"
+        "from rl.tools.commands.runs import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(

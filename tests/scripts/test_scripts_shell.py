@@ -330,10 +330,10 @@ def test_quickstart_runs_and_reports_the_same_run(copy):
     done = run(copy, "scripts/quickstart.sh", *arguments, REQUIREMENTS=CPU)
     assert done.stdout.splitlines() == [
         "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
-        "python -m rl.commands.report configs/quickstart.jsonnet num_iterations=3",
+        "python -m rl.tools.commands.report configs/quickstart.jsonnet num_iterations=3",
     ]
     plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS=CPU).stdout
-    assert plain.endswith("python -m rl.commands.report configs/quickstart.jsonnet\n")
+    assert plain.endswith("python -m rl.tools.commands.report configs/quickstart.jsonnet\n")
 
 
 HF = """[[ $1 == download && -z ${HUB_DOWN:-} ]] || exit 1

@@ -15,8 +15,8 @@ from benchmarks import picture_flops
 from rl import build
 from rl.check import iteration_time
 from rl.check.iteration_time import Machines, pool_lines, simulate
-from rl.commands.pool import main
 from rl.config.schema import RenderPoolConfig
+from rl.tools.commands.pool import main
 
 rare = partial(pytest.param, marks=pytest.mark.campaign)
 

@@ -16,12 +16,10 @@ from tiny_edits import write_jsonl
 from tiny_messages import holds, refusal
 from tiny_pictures import make_picture
 
-from rl.commands import edit
-from rl.edit.editor import OWN_WORDS, Editor, EditRequest
 from rl.record.run_record import PICTURE_NAME
-from rl.report.page import write_page
-from rl.report.pages import value_of
-from rl.report.single_file import write_single_file
+from rl.tools.commands import edit
+from rl.tools.editor import OWN_WORDS, Editor, EditRequest
+from rl.tools.report.page import value_of, write_page, write_single_file
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,252 @@
+"""Runs steps in child processes, side by side where they fit, each with a limit, all by a deadline.
+
+The child is `python -m rl.tools.check_gpu.steps <step's name> <module:function> <Setup as JSON>
+...`. It appends each `Line` to `results.jsonl` at once, so that no later death loses it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from rl import printing
+from rl.files import read_rows
+from rl.ranks import signals
+from rl.tools.check_gpu.lines import NEEDS_CUDA, Line, Setup, shareable, skipped
+
+RESULTS = "results.jsonl"
+ALONE = math.inf
+"""`Step.gb` of a step that measures, or that others would disturb."""
+MIN_START_S = 20.0
+"""A step that has less time than this, and than its limit, is not started."""
+LARGE_GPU_GB = 78.0
+"""An "80 GB" GPU has at least so many."""
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    function: str
+    """`module:function`, called with a `Setup` and `arguments`, yields `Line`s."""
+    limit_s: float
+    arguments: tuple[str, ...] = ()
+    gb: float = 3.0
+    """GPU memory while it runs, with the CUDA context; `ALONE`: nothing else runs meanwhile."""
+    needs_large_gpu: bool = False
+    needs_gpu: bool = False
+    package: str = ""
+    """A package without which the step fails at once."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Config keys that avoid what failed here."""
+
+
+FIXES = {
+    r"out of memory": "end other processes on the GPU (nvidia-smi), or use a larger GPU",
+    r"No module named|PackageNotFound": "install requirements.lock into a new .venv",
+    r"no kernel image|CUDA driver version": "install a newer NVIDIA driver",
+    r"Python\.h|C compiler|CxxCompiler": "apt install build-essential python3-dev",
+    r"No space left": "make room on that disk, or set TMPDIR to a folder on a larger one",
+    r"NCCL": "NCCL_DEBUG=INFO tells more; NCCL_P2P_DISABLE=1 rules out peer access",
+    r"SIGKILL": "host memory may be used up (dmesg | tail): end other processes",
+    r"SIGBUS": "/dev/shm or a disk may be full: df -h shows it",  # nosec B108 # a message
+}
+"""What the last words contain -> the fix."""
+
+
+def run(steps: Sequence[Step], setup: Setup, seconds: float) -> Iterator[tuple[str, float]]:
+    """Starts the steps in order and yields (name, seconds) of each at its end. What `results` then
+    returns for it is complete. A step that `seconds`, the deadline, cuts off gets the line NO TIME.
+    """
+    end_s = time.monotonic() + seconds
+    waiting, running = list(steps), list[_Child]()
+    has_torch = True
+    try:
+        while waiting or running:
+            for child in [child for child in running if child.has_ended(end_s)]:
+                running.remove(child)
+                record(setup, child.step.name, *child.last_lines())
+                lines = results(setup, child.step.name)
+                has_torch &= not any(x.what == "PyTorch" and x.status == "FAIL" for x in lines)
+                yield child.step.name, time.monotonic() - child.start_s
+            while waiting and _fits(waiting[0], [child.step for child in running], setup):
+                step = waiting.pop(0)
+                left_s = end_s - time.monotonic()
+                line = (
+                    _obstacle(step, setup, left_s)
+                    if has_torch
+                    else skipped(step.name, "see PyTorch")
+                )
+                if line is None:
+                    running.append(_Child(step, setup, min(step.limit_s, left_s)))
+                else:
+                    record(setup, step.name, line)
+                    yield step.name, 0.0
+            time.sleep(0.05)
+    finally:
+        for child in running:
+            child.kill()
+
+
+def _fits(step: Step, running: Sequence[Step], setup: Setup) -> bool:
+    """Whether GPU memory and cores suffice for one more step; on a CPU only the cores count."""
+    num_together = max(2, len(os.sched_getaffinity(0)) // max(1, setup.num_gpus))
+    gb = step.gb + sum(other.gb for other in running)
+    return not running or (len(running) < num_together and (setup.tiny or gb <= setup.gpu_gb))
+
+
+def _obstacle(step: Step, setup: Setup, left_s: float) -> Line | None:
+    """The line of a step that cannot run here."""
+    if setup.tiny and (step.needs_gpu or step.needs_large_gpu):
+        return skipped(step.name, NEEDS_CUDA)
+    if step.needs_large_gpu and setup.gpu_gb < LARGE_GPU_GB:
+        return skipped(step.name, f"needs a GPU of 80 GB, the smallest has {setup.gpu_gb:.0f}")
+    if find_spec(re.split(r"\W", step.function)[0]) is None:
+        return skipped(step.name, "comes with a clone, not with the wheel")
+    if step.package and find_spec(step.package) is None:
+        fix = "install requirements.lock into a new .venv"
+        return Line("FAIL", step.name, f"{step.package} is not installed", fix, step.keys)
+    if left_s < min(step.limit_s, MIN_START_S):
+        return Line("NO TIME", step.name, f"not started, {max(0.0, left_s):.0f} s were left")
+    return None
+
+
+class _Child:
+    """A step in a process group of its own."""
+
+    def __init__(self, step: Step, setup: Setup, limit_s: float) -> None:
+        self.step, self.limit_s = step, limit_s
+        folder = Path(setup.folder, step.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = Path(setup.out, f"{step.name}.log")
+        given = json.dumps(asdict(replace(setup, folder=str(folder))))
+        # Like `rl` itself, a step imports from the working folder only where that is the clone.
+        command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.check_gpu.steps"]
+        command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
+        self.start_s = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=_environment(setup), start_new_session=True
+            )
+        self._deadline_came = self._is_late = False
+
+    def has_ended(self, end_s: float) -> bool:
+        """Whether it ended; past its limit or `end_s` it is killed first."""
+        if self._process.poll() is None:
+            now_s = time.monotonic()
+            self._is_late = now_s >= self.start_s + self.limit_s
+            self._deadline_came = now_s >= end_s
+            if not self._is_late and not self._deadline_came:
+                return False
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        """With what it started: ranks are process groups of their own."""
+        kill(*descendants(self._process.pid))
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def last_lines(self) -> Iterator[Line]:
+        """A line if it did not end well."""
+        code = self._process.returncode
+        log = shareable(self._log.read_text(errors="replace"))
+        if self._deadline_came and self.limit_s < self.step.limit_s:
+            yield Line("NO TIME", self.step.name, f"cut off by --limit after {self.limit_s:.0f} s")
+            return
+        if self._is_late:
+            note = f"no end within {self.limit_s:g} s{_place(log)}"
+        elif code < 0:
+            note = f"ended by {signal.Signals(-code).name}; {last_words(log)}"
+        elif code == 0:
+            return
+        else:
+            note = last_words(log)
+        keys = "; ".join(f"set {key}={value}" for key, value in self.step.keys.items())
+        fix = f"{keys or 'no key avoids it'}; report it with an issue"
+        known = (fix for words, fix in FIXES.items() if re.search(words, note))
+        yield Line("FAIL", self.step.name, note, next(known, fix), self.step.keys)
+
+
+def record(setup: Setup, step: str, *lines: Line) -> None:
+    """Append the lines of a step to the results, and wait until they are on the disk."""
+    for line in lines:
+        row = asdict(replace(line, note=shareable(line.note), fix=shareable(line.fix)))
+        with Path(setup.out, RESULTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "at_s": round(time.time(), 1), **row}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def results(setup: Setup, step: str) -> list[Line]:
+    """The lines of a step so far."""
+    rows, _ = read_rows(Path(setup.out, RESULTS))
+    names = Line.__dataclass_fields__
+    return [Line(**{name: row[name] for name in names}) for row in rows if row["step"] == step]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` started, and those that they started."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for word in file.read_text().split():
+                found += [int(word), *descendants(int(word))]
+    return found
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _environment(setup: Setup) -> dict[str, str]:
+    """No downloads; few threads, as steps run side by side."""
+    found = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": setup.folder}
+    if setup.tiny:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return found
+
+
+def last_words(log: str) -> str:
+    """The last error that a log names, else its last line."""
+    lines = [line.strip() for line in log.split("\n") if line.strip()]
+    errors = [line for line in lines if re.match(r"- |[\w.]*(Error|Exception)\b", line)]
+    return ([*lines[-1:], *errors[-1:]] or ["it printed nothing"])[-1][:300]
+
+
+def _child(name: str, function: str, limit_s: str, setup: str, *arguments: str) -> None:
+    """Record each line of a step; what it and libraries print is its log."""
+    printing.guard()
+    signals.die_with_parent()
+    # Where it hangs, just before the parent ends it.
+    faulthandler.dump_traceback_later(float(limit_s) - 1, file=2)
+    given = Setup(**json.loads(setup))
+    module, _, attribute = function.partition(":")
+    for line in getattr(importlib.import_module(module), attribute)(given, *arguments):
+        record(given, name, line)
+
+
+def _place(log: str) -> str:
+    """Where the main thread was, by the dump that a step writes just before its limit."""
+    main = log.rpartition("Timeout (")[2].rpartition("most recent call first")[2]
+    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    return f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -1,0 +1,678 @@
+"""Edits pictures with a run's config and one checkpoint's weights, as held-out evaluations do."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import Distribution, version
+from itertools import count, islice, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, Union
+
+from pydantic import BaseModel, Field, model_validator
+
+from rl import build
+from rl.api.data import RowRules
+from rl.api.plugin import PluginConfig, Resources
+from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
+from rl.config.loading import not_a_file, printable, validate
+from rl.config.schema import RunConfig
+from rl.data.shared.rows import Lines, UnusableError, load_image
+from rl.files import over_white, png_bytes, write_atomically
+from rl.judge.http import BackgroundLoop
+from rl.printing import scrubbed
+from rl.ranks.dist import Dist
+from rl.renderers.none import NoRenderer
+from rl.rollout.stream import RolloutContext
+from rl.seeds import derive_seed
+from rl.tools.trained import Trained, config_for_use, load_trained, pick_device
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL.Image import Image
+
+# ---- editor --------------------------------------------------------------------------------------
+# Edits pictures with the model that a run trained, using the code of the held-out evaluation.
+#
+# Axes: `_B` requests of a batch.
+
+SetWeights = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which a policy computes its hidden states with certain weights."""
+ImageOrPath = Union["Image", Path, str]
+"""A picture, or its file."""
+Size = tuple[int, int]
+"""(width, height), px."""
+OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
+"""Names of the arms drawn beside the edit: from the user's instruction, from the words of the
+untrained policy, and by the renderer's own pipeline without a policy."""
+
+
+@dataclass(frozen=True, eq=False)
+class EditRequest:
+    """One edit to make."""
+
+    instruction: str
+    """Written by the user; special tokens in it are read as plain text."""
+    image: ImageOrPath | Sequence[ImageOrPath] | None = None
+    """The picture, or several, which the instruction may number in this order; None: draw from the
+    instruction alone."""
+    id: str = "edit"
+    """Seeds sampling and noise, together with `seed`: requests with equal ids share their noise."""
+
+    @property
+    def images(self) -> tuple[ImageOrPath, ...]:
+        """All pictures, in order."""
+        if isinstance(self.image, Path | str) or not isinstance(self.image, Sequence):
+            return () if self.image is None else (self.image,)
+        return tuple(self.image)
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """The edit, or one of the `arms` drawn for comparison with it."""
+
+    words: str
+    """The text without the thought."""
+    image: Image | None
+    """RGB; None: nothing was drawn."""
+    failure: str | None = None
+    """Why this arm failed; None: it did not."""
+
+
+@dataclass(frozen=True, eq=False)
+class EditResult:
+    """The result of one request."""
+
+    request: EditRequest
+    sources: tuple[Image, ...]
+    """RGB, upright, before the policy's own scaling."""
+    original_sizes_px: tuple[Size | None, ...]
+    """Size of each picture before it was scaled down; None: it was not scaled."""
+    words: str
+    """What the policy wrote for the renderer or, if the run has none, its answer."""
+    thought: str
+    """What the policy wrote before `words`."""
+    image: Image | None
+    """RGB; None: nothing was drawn."""
+    failure: str | None
+    """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that arm; all share the noise."""
+    seed: int = 0
+    noise_seed: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish: Literal["stop", "length"] = "stop"
+    seconds: float = 0.0
+    """The request's share of its batch's time."""
+
+
+def sample_of(
+    request: EditRequest, rules: RowRules, needs_picture: bool
+) -> tuple[Sample, tuple[Size | None, ...]]:
+    """The request as a sample, and each picture's original size if it was scaled down. Raises
+    ValueError for a request that cannot be edited. `needs_picture`: the renderer's."""
+    if not request.instruction.strip():
+        raise ValueError("the instruction is empty; say what the picture should show")
+    images = request.images
+    if not images and needs_picture:
+        raise ValueError("this run edits pictures: give one with the instruction")
+    if rules.max_pictures is not None and len(images) > rules.max_pictures:
+        raise ValueError(
+            f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
+            f"{rules.pictures_remedy}"
+        )
+    try:
+        pictures = [
+            load_image(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
+        ]
+    except UnusableError as error:
+        raise ValueError(str(error)) from error
+    sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
+    return sample, tuple(size_px for _, size_px in pictures)
+
+
+class Writer:
+    """A policy and the engine that samples from it."""
+
+    def __init__(self, config: RunConfig, dist: Dist) -> None:
+        resolved = build.resolve(config)
+        self.policy = build.build_policy(resolved, dist)
+        self.engine = build.build_engine(resolved, self.policy, dist)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.policy.close()
+
+
+class Editor:
+    """A loaded run. Close it, or use it as a context manager.
+
+        editor = Editor.from_run("runs/my-run", checkpoint="best")
+        result = editor.edit("photo.jpg", "make the sky red")
+        result.image.save("red.png"); print(result.words)
+        editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
+
+    A held-out sample, requested with its id and the run's seed, gives bit for bit the same result
+    as in the held-out evaluation."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        device: str = "auto",
+        trained: Trained | None = None,
+        base_policy: Mapping[str, Any] | None = None,
+        size_px: tuple[int, ...] = (),
+        only_words: bool = False,
+    ) -> None:
+        """Load policy and renderer.
+
+        Args:
+            config: a run's config, as `config_for_use` adapts it.
+            device: 'auto' = CUDA, else the CPU.
+            trained: the checkpoint that the weights come from.
+            base_policy: the config section of the untrained policy.
+            size_px: size at which a VQ encoder reads a source; (): that of the run's pictures.
+            only_words: load no renderer and draw nothing.
+
+        Raises ValueError for problems that the user can fix.
+        """
+        self.config = config
+        self.trained = trained
+        self.device = pick_device(device)
+        self._base_policy = base_policy
+        self._size_px = size_px
+        self._dist = Dist(device=self.device)
+        self._writer = Writer(config, self._dist)
+        self.policy = self._writer.policy
+        if only_words and "source_codes" in self.policy.needs:
+            raise ValueError("this run's policy writes the picture itself, not words: use rl edit")
+        resolved = build.resolve(config)
+        self._rules = build.row_rules(resolved)
+        self._loop = BackgroundLoop("edit")
+        self.needs_picture: bool = resolved.renderer.cls.needs_source
+        self.draws: bool = resolved.renderer.cls.makes_images and not only_words
+        renderer = (
+            NoRenderer(PluginConfig(type="none"), Resources(None, self.device))
+            if only_words
+            else build.build_renderer(resolved, self._dist)
+        )
+        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, self._loop)
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        checkpoint: str = "latest",
+        *,
+        settings: Sequence[str] = (),
+        device: str = "auto",
+        num_steps: int | None = None,
+        size_px: tuple[int, ...] = (),
+        only_words: bool = False,
+    ) -> Self:
+        """Load a run; the arguments are those of `load_trained`, `config_for_use` and `Editor`."""
+        trained = load_trained(Path(run), checkpoint)
+        config, base_policy = config_for_use(
+            trained, settings, device, num_steps, size_px, only_words
+        )
+        return cls(config, device, trained, base_policy, size_px, only_words)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the models."""
+        self._loop.close()
+        self._context.renderer.close()
+        self._writer.close()
+        if "_untrained" in vars(self) and self._untrained[0] is not self._writer:
+            self._untrained[0].close()
+
+    def edit(
+        self,
+        image: ImageOrPath | Sequence[ImageOrPath] | None,
+        instruction: str,
+        *,
+        seed: int = 0,
+        arms: bool = False,
+    ) -> EditResult:
+        """Make one edit of one picture or of several. Raises ValueError if a picture cannot be read
+        or the request is invalid; the result's `failure` reports a failure of the policy or the
+        renderer. For many requests, use `edit_stream`."""
+        request = EditRequest(instruction, image)
+        self._sample(request)
+        [result] = self.edit_stream([request], seed=seed, arms=arms)
+        return result
+
+    def edit_stream(
+        self,
+        requests: Iterable[EditRequest],
+        *,
+        batch_size: int = 8,
+        seed: int = 0,
+        arms: bool = False,
+    ) -> Iterator[EditResult]:
+        """Yield one result per request, in order, as soon as its batch is done.
+
+        A result depends on its request and `seed`, not on the rest of the batch (but for float
+        rounding). An invalid request (a damaged file, an instruction that is too long) gives a
+        result with its `failure`.
+
+        Args:
+            requests: taken a batch at a time.
+            batch_size: requests sampled and drawn together, >= 1.
+            seed: for the sampling of words and for the noise.
+            arms: also draw the arms of `EditResult.arms`; each costs as much as the edit.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
+        remaining = iter(requests)
+        batches = iter(lambda: list(islice(remaining, batch_size)), [])
+        return (result for batch in batches for result in self._edit_batch(batch, seed, arms))
+
+    def _edit_batch(
+        self, requests_B: Sequence[EditRequest], seed: int, arms: bool
+    ) -> list[EditResult]:
+        began = time.monotonic()
+        results: dict[int, EditResult] = {}
+        prepared: dict[int, tuple[Prompt, tuple[Size | None, ...]]] = {}
+        for b, request in enumerate(requests_B):
+            try:
+                sample, original_sizes_px = self._sample(request)
+                if "source_codes" in self.policy.needs:
+                    [sample] = self._context.renderer.encode_sources([sample], self._area_px)
+                prepared[b] = self.policy.build_prompt(sample), original_sizes_px
+            except ValueError as error:  # only this request fails
+                results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
+        prompts = [prompt for prompt, _ in prepared.values()]
+        drawn = self._draw(prompts, seed, arms) if prompts else []
+        seconds = (time.monotonic() - began) / max(1, len(prompts))
+        for (b, (prompt, original_sizes_px)), (episode, other_arms) in zip(
+            prepared.items(), drawn, strict=True
+        ):
+            arm = self._arm(episode)
+            results[b] = EditResult(
+                requests_B[b],
+                prompt.sample.sources,
+                original_sizes_px,
+                arm.words,
+                episode.action.thought,
+                arm.image,
+                arm.failure,
+                {name: self._arm(other) for name, other in other_arms.items()},
+                seed,
+                episode.noise_seed,
+                episode.completion.token_ids,
+                episode.completion.finish,
+                seconds,
+            )
+        return [results[b] for b in range(len(requests_B))]
+
+    def _sample(self, request: EditRequest) -> tuple[Sample, tuple[Size | None, ...]]:
+        return sample_of(request, self._rules, self.needs_picture)
+
+    @cached_property
+    def _area_px(self) -> int:
+        """Area at which a VQ encoder reads a source picture, px^2."""
+        if self._size_px:
+            return self._size_px[0] * self._size_px[-1]
+        return self.trained.source_area_px() if self.trained else 512 * 512
+
+    def _draw(
+        self, prompts_B: Sequence[Prompt], seed: int, arms: bool
+    ) -> list[tuple[Episode, dict[str, Episode]]]:
+        """For each request: the edit's episode, and the episodes of the arms by name."""
+        completions_B = self._write(prompts_B, seed, self._writer)
+        bare_B = [
+            self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
+        ]
+        edits_B, bares_B = self._render(prompts_B, completions_B, bare_B, seed, self._writer)
+        arms_B: list[dict[str, Episode]] = [
+            {} if bare is None else {OWN_WORDS: bare} for bare in bares_B
+        ]
+        if arms:
+            untrained, weights = self._untrained
+            with weights():
+                written_B = self._write(prompts_B, seed, untrained)
+            drawn: dict[str, tuple[Sequence[Prompt], Sequence[Completion]]]
+            drawn = {UNTRAINED: (prompts_B, written_B)}
+            stock_B = [untrained.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
+            # A renderer that reads only words would draw the same picture as for the bare arm.
+            if untrained.policy.reads_states and all(stock_B):
+                stock_prompts, stock_completions = zip(*filter(None, stock_B), strict=True)
+                drawn[STOCK] = stock_prompts, stock_completions
+            for name, (prompts, completions) in drawn.items():
+                none_B = [None] * len(prompts)
+                episodes_B, _ = self._render(prompts, completions, none_B, seed, untrained, weights)
+                for episodes_by_arm, episode in zip(arms_B, episodes_B, strict=True):
+                    episodes_by_arm[name] = episode
+        return list(zip(edits_B, arms_B, strict=True))
+
+    @cached_property
+    def _untrained(self) -> tuple[Writer, SetWeights]:
+        """The untrained policy and a context that sets its weights: the same policy without its
+        adapter or, after full fine-tuning, a second policy."""
+        if self.policy.config.lora is not None or self._base_policy is None:
+            return self._writer, self.policy.reference
+        base = self.config.model_copy(update={"policy": dict(self._base_policy)})
+        return Writer(base, self._dist), nullcontext
+
+    def _write(self, prompts_B: Sequence[Prompt], seed: int, writer: Writer) -> list[Completion]:
+        params = SamplingParams(
+            temperature=self.config.evaluation.temperature,
+            top_p=1.0,
+            top_k=self.config.evaluation.top_k,
+            max_tokens=self.config.sampling.max_completion_tokens,
+            num_completions=1,
+        )
+        seeds_B = [derive_seed("evaluation", seed, "sampling", p.sample.id) for p in prompts_B]
+        return [group[0] for group in writer.engine.generate(prompts_B, params, seeds_B)]
+
+    def _render(
+        self,
+        prompts_B: Sequence[Prompt],
+        completions_B: Sequence[Completion],
+        bare_B: Sequence[Completion | None],
+        seed: int,
+        writer: Writer,
+        weights: SetWeights = nullcontext,
+    ) -> tuple[list[Episode], list[Episode | None]]:
+        """Ungraded episodes of (the completions, the bare arm), each _B."""
+        from rl.run.evaluation import score
+
+        config = self.config.model_copy(update={"seed": seed})
+        context = replace(self._context, config=config, policy=writer.policy)
+        groups_B1 = [[completion] for completion in completions_B]
+        rollout = score(context, prompts_B, groups_B1, bare_B, self._dist, weights)
+        return [episode for (episode,) in rollout.episodes], rollout.bare_episodes
+
+    def _arm(self, episode: Episode) -> Arm:
+        words = episode.action.words.strip()
+        # Nothing is graded here, so UNGRADED is not a failure.
+        failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
+        return Arm(words, episode.image, episode.failure if failed else None)
+
+
+# ---- edit files ----------------------------------------------------------------------------------
+# Reads the edits that a user asks for, and writes their pictures, sheets and JSON files.
+
+PICTURES = frozenset(
+    (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+)
+"""File name endings of the pictures that are taken from a folder."""
+MAX_NAME_CHARS = 60
+PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
+PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
+"""Side of a picture, height of the text below it, height of the title above the row, inches."""
+DPI = 110
+CRISP_BELOW_PX = 256
+"""Pictures smaller than this are enlarged pixel by pixel."""
+WORDS_CHARS, WORDS_LINES = 34, 4
+"""Limits of the text below a picture."""
+TRAINED = ""
+TITLES = {
+    UNTRAINED: "before training",
+    TRAINED: "after training",
+    OWN_WORDS: "your words as they are",
+    STOCK: "the stock pipeline",
+}
+FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei")
+"""Matplotlib looks for each character in those of these fonts that are installed, in order."""
+
+
+def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
+    """The edits that a user asks for: one edit of one or several pictures, an edit of each picture
+    in a folder, an edit per row of a JSONL file, or a picture drawn from an instruction alone.
+
+    A row is `{"image": "photo.jpg", "instruction": "make the sky red"}`, or has `"images": [...]`;
+    its paths are relative to the file's folder; a row without an instruction gets `instruction`.
+
+    Raises ValueError, naming the file or row.
+    """
+    if not paths:
+        if instruction is None:
+            raise ValueError("nothing to do: give a picture and an instruction, or a .jsonl file")
+        return [EditRequest(instruction)]
+    [*_, path] = paths
+    if len(paths) == 1 and path.suffix == ".jsonl":
+        return _requests_in(path, instruction)
+    is_picture = Path(instruction or "").suffix.lower() in PICTURES
+    if instruction is None or (is_picture and not not_a_file(Path(instruction))):
+        if len(paths) == 1 and instruction is not None and not_a_file(path):
+            raise ValueError(f"the instruction comes last: {instruction} {str(path)!r}")
+        raise ValueError(
+            f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
+            "'your words'"
+        )
+    if len(paths) == 1 and path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
+        if not files:
+            raise ValueError(f"{path} holds no picture ({', '.join(sorted(PICTURES))})")
+        return [EditRequest(instruction, file) for file in files]
+    for path in paths:
+        if why := not_a_file(path):
+            raise ValueError(
+                f"{path} {why}; paths start at {Path.cwd()}, and several arguments are the "
+                "pictures of one edit, with the instruction last, in quotes"
+            )
+    return [EditRequest(instruction, tuple(paths))]
+
+
+def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, str]:
+    """Name -> why the request cannot be edited with the run; nothing is loaded."""
+    resolved = build.resolve(config)
+    reasons = {}
+    for number, request in enumerate(requests, 1):
+        try:
+            sample_of(request, build.row_rules(resolved), resolved.renderer.cls.needs_source)
+        except ValueError as error:
+            reasons[f"[{number}/{len(requests)}]"] = str(error)
+    return reasons
+
+
+def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
+    lines, requests, problems = Lines([path]), [], []
+    for index, number in enumerate(lines.numbers):
+        try:
+            values = lines[index]
+        except UnusableError as error:
+            problems.append(f"{path}, row {number}: {error}")
+            continue
+        row, row_problems = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
+        problems += [f"{path}, {problem}" for problem in row_problems]
+        if row is not None:
+            images = [row.image] if row.image is not None else row.images or []
+            requests.append(EditRequest(row.instruction, [path.parent / name for name in images]))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return requests
+
+
+class _Row(BaseModel):
+    """A line of a JSONL file of edits; other keys are ignored."""
+
+    instruction: str = Field(pattern=r"\S")
+    """What to do."""
+    image: str | None = None
+    """The path of a picture."""
+    images: list[str] | None = None
+    """The paths of several pictures."""
+
+    @model_validator(mode="after")
+    def _refuse_both_keys(self) -> _Row:
+        if self.image is not None and self.images is not None:
+            raise ValueError("has both 'image' and 'images'; keep one of them")
+        return self
+
+
+def free_stem(folder: Path, request: EditRequest) -> Path:
+    """A path `<folder>/<name>`, without an extension, for which no output file exists yet; the name
+    is made from the pictures' names or, if there is no picture, from the instruction."""
+    stems = [Path(image).stem for image in request.images if isinstance(image, Path | str)]
+    name = "-".join(stems) or request.instruction
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-._")[:MAX_NAME_CHARS] or "edit"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    endings = (".png", ".json", "_sheet.png")
+    return next(
+        folder / name
+        for name in names
+        if not any((folder / f"{name}{ending}").exists() for ending in endings)
+    )
+
+
+def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
+    """Write picture, sheet (if arms were drawn) and JSON; returns their paths in this order."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written: dict[str, Path] = {}
+    if result.image is not None:
+        written["picture"] = stem.with_name(f"{stem.name}.png")
+        write_atomically(written["picture"], png_bytes(result.image))
+        if result.arms:
+            written["sheet"] = stem.with_name(f"{stem.name}_sheet.png")
+            write_atomically(written["sheet"], draw_sheet(result, str(editor.trained or "")))
+    files = {name: file.name for name, file in written.items()}
+    json_file = stem.with_name(f"{stem.name}.json")
+    text = json.dumps(scrubbed(as_json(editor, result, files)), indent=2, ensure_ascii=False)
+    write_atomically(json_file, f"{text}\n")
+    return [*written.values(), json_file]
+
+
+def draw_sheet(result: EditResult, made_by: str) -> bytes:
+    """PNG: the sources and the drawn pictures, each above its text. `made_by`: the run and how far
+    it was trained."""
+    import matplotlib
+
+    matplotlib.rcdefaults()  # a `matplotlibrc` in the working folder could start LaTeX
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib import font_manager
+
+    panels: list[tuple[Image | None, str, str | None]] = []
+    for number, source in enumerate(result.sources, 1):
+        title = "source" if len(result.sources) == 1 else f"source {number}"
+        # The instruction is under the last source, next to the drawn pictures.
+        text = result.request.instruction if number == len(result.sources) else None
+        panels.append((source, title, text))
+    edit = Arm(result.words, result.image, result.failure)
+    for name, title in TITLES.items():
+        arm = edit if name == TRAINED else result.arms.get(name)
+        if arm is not None:
+            panels.append((arm.image, title, arm.failure or arm.words))
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    fonts = [name for name in FONTS if name in installed]
+    height_in = TITLE_IN + PANEL_IN + WORDS_IN
+    with plt.rc_context({"font.family": fonts or ["sans-serif"]}):
+        figure = plt.figure(figsize=(PANEL_IN * len(panels) + 0.4, height_in), dpi=DPI)
+        grid = figure.add_gridspec(1, len(panels))
+        top, bottom = 1 - TITLE_IN / height_in, WORDS_IN / height_in
+        grid.update(left=0.02, right=0.98, top=top, bottom=bottom, wspace=0.06)
+        for number, contents in enumerate(panels):
+            _draw_panel(figure.add_subplot(grid[0, number]), *contents)
+        figure.text(
+            0.02,
+            1 - 0.32 / height_in,
+            printable(f"{made_by}, seed {result.seed}"),
+            fontsize=11,
+            color="0.35",
+            parse_math=False,
+        )
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        plt.close(figure)
+    return buffer.getvalue()
+
+
+def _draw_panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None:
+    axes.axis("off")
+    axes.set_title(printable(title), fontsize=13)
+    if image is not None:
+        crisp = max(image.size) < CRISP_BELOW_PX
+        axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
+    if text is not None:
+        words = printable(text, keep="\n\t")
+        lines = textwrap.wrap(words, WORDS_CHARS, max_lines=WORDS_LINES, placeholder=" ...")
+        shown = "\n".join(lines) or "(no words)"
+        place: Any = {"ha": "center", "va": "top", "transform": axes.transAxes}
+        # A dollar sign in a user's instruction must not start a formula.
+        axes.text(0.5, -0.04, shown, fontsize=11, parse_math=False, **place)
+
+
+def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:
+    """All inputs and settings that determine a result, so that it can be reproduced."""
+    config, trained = editor.config, editor.trained
+    pictures = [
+        {
+            "image": str(image) if isinstance(image, Path | str) else None,
+            "image_size_px": size_px or (source and source.size),
+            "shown_size_px": source and source.size,
+        }
+        for image, source, size_px in zip_longest(
+            result.request.images or [None], result.sources, result.original_sizes_px
+        )
+    ]
+    return {
+        "instruction": result.request.instruction,
+        **(pictures[0] if len(pictures) == 1 else {"images": pictures}),
+        "words": result.words,
+        "thought": result.thought,
+        "failure": result.failure,
+        "files": dict(files),
+        "drawn_size_px": result.image and result.image.size,
+        "beside": {
+            name: {"words": arm.words, "failure": arm.failure} for name, arm in result.arms.items()
+        },
+        "seed": result.seed,
+        "noise_seed": result.noise_seed,
+        "token_ids": list(result.token_ids),
+        "finish": result.finish,
+        "seconds": round(result.seconds, 3),
+        "run": trained
+        and {
+            "folder": str(trained.run_dir or trained.model),
+            "checkpoint": trained.model.parent.name,
+            "iterations": trained.iterations,
+            "held_out_reward": trained.held_out_reward,
+        },
+        "sampling": {
+            "temperature": config.evaluation.temperature,
+            "top_k": config.evaluation.top_k,
+            "max_completion_tokens": config.sampling.max_completion_tokens,
+        },
+        "policy": dict(config.policy),
+        "renderer": dict(config.renderer),
+        "device": editor.device,
+        "versions": {
+            name: version(name) for name in PACKAGES if any(Distribution.discover(name=name))
+        },
+    }
+
+
+def size_messages(result: EditResult) -> Sequence[str]:
+    """Messages about each source that was scaled, and about an edit of another size than the last
+    source (whose aspect ratio an editor follows)."""
+    messages = []
+    several = len(result.sources) > 1
+    pairs = zip(result.sources, result.original_sizes_px, strict=True)
+    for number, (source, original_px) in enumerate(pairs, 1):
+        if original_px:
+            subject = f"picture {number} " if several else ""
+            messages.append(f"{subject}scaled from {_px(original_px)} to {_px(source.size)}")
+    last = result.sources[-1] if result.sources else None
+    if last and result.image and result.image.size != last.size:
+        subject = f"picture {len(result.sources)} is " if several else ""
+        messages.append(f"{subject}{_px(last.size)}, drawn at {_px(result.image.size)}")
+    return messages
+
+
+def _px(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]} px"

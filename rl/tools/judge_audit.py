@@ -1,0 +1,475 @@
+"""Asks a config's rewards about results of known quality, and decides whether to trust them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import math
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL.Image import Image
+
+from rl.api.judge import Answer, Judge, Question
+from rl.api.plugin import Resources
+from rl.api.reward import Reward
+from rl.api.types import RewardInput, RewardOutput, Sample
+from rl.build import Plugin, Resolved
+from rl.check.judge_verdict import (
+    Kind,
+    RewardAudit,
+    decided,
+    entries,
+    file_of,
+    identity,
+    key_of,
+    too_few_graded,
+)
+from rl.config.schema import JudgeConfig
+from rl.files import downscale, write_atomically
+from rl.judge.client import JudgeError
+from rl.printing import load_template
+from rl.rollout.episodes import scores
+from rl.tools.audit_cases import ATTACKS, CLEARLY_WRONG, CORRECT, KINDS, Case, attacked
+
+# ---- audit statistics ----------------------------------------------------------------------------
+# How well scores separate right from wrong results, and how well they repeat.
+#
+# Axes in names: `_P` pairs of a right and a wrong result, `_C` cases, `_PR` pictures x readings.
+
+Interval = tuple[float, float]
+
+
+def auroc(case_P: np.ndarray, right_P: np.ndarray, wrong_P: np.ndarray) -> tuple[float, Interval]:
+    """(P(a right result scores above a wrong one), its 95 % interval); nan without pairs.
+
+    Ties count half: the area under the ROC curve (Mann and Whitney 1947), of each right value
+    against each wrong one. [P] int: the pair's case; [P] float: the values of its two results.
+    The variance is that of DeLong et al. 1988, summed by case (Obuchowski 1997), because a case's
+    pairs share a scene and the right result. The interval is Wilson's for as many independent
+    results as have this variance (Korn and Graubard 1998), at most two a case: so it is not empty
+    where no error was seen.
+    """
+    if not len(case_P):
+        return math.nan, (math.nan, math.nan)
+    won_P, kept_P = _share_below(right_P, wrong_P), 1 - _share_below(wrong_P, right_P)
+    area, num_cases = float(won_P.mean()), len(np.unique(case_P))
+    part_C = np.bincount(case_P, won_P + kept_P - 2 * area) / len(case_P)
+    variance = float((part_C**2).sum()) * num_cases / max(num_cases - 1, 1)
+    size = 2.0 * num_cases
+    if variance > 0:
+        size = min(size, area * (1 - area) / variance)
+    return area, wilson_interval(area, size)
+
+
+def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Share of `others` below each of `values`; equal ones count half."""
+    ordered = np.sort(others)
+    num_below = np.searchsorted(ordered, values) + np.searchsorted(ordered, values, "right")
+    return num_below / (2 * len(ordered))
+
+
+def wilson_interval(share: float, num_all: float) -> Interval:
+    """95 % interval of a share of `num_all` independent draws (Wilson 1927); it is not empty at 0 %
+    and 100 %. Nan for no draws."""
+    if num_all == 0:
+        return math.nan, math.nan
+    z = 1.959964
+    centre = (share + z * z / (2 * num_all)) / (1 + z * z / num_all)
+    half = math.sqrt(share * (1 - share) / num_all + z * z / (4 * num_all**2))
+    half *= z / (1 + z * z / num_all)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def noise_sd(readings_PR: np.ndarray) -> float:
+    """Standard deviation of repeated readings of one picture: the root of the mean variance over
+    pictures (ddof 1). [P, R] float, R >= 2."""
+    return float(np.sqrt(readings_PR.var(axis=1, ddof=1).mean()))
+
+
+def reliability(groups: Sequence[np.ndarray]) -> float:
+    """ICC(1,1) within groups (Shrout and Fleiss 1979): the share of the variance of one reading,
+    among the pictures of one group, that repeats.
+
+    `groups`: a [P, R] float array of each group, P and R >= 2, R equal in all. Group means are
+    subtracted first, because GRPO's advantages do so too. Nan if nothing varies; may be negative.
+    """
+    num_readings = groups[0].shape[1]
+    num_pictures = sum(len(group) for group in groups)
+    means = [group.mean(axis=1) for group in groups]
+    between = num_readings * sum(float(((m - m.mean()) ** 2).sum()) for m in means)
+    between /= num_pictures - len(groups)
+    within = sum(float(group.var(axis=1, ddof=1).sum()) for group in groups) / num_pictures
+    total = between + (num_readings - 1) * within
+    return (between - within) / total if total > 1e-12 else math.nan
+
+
+def readings_for(one: float, wanted: float) -> int | None:
+    """Fewest readings whose mean has the `wanted` reliability, if one has the reliability `one`
+    (Spearman and Brown 1910: n = wanted (1 - one) / (one (1 - wanted))); None if no number has."""
+    if not one > 0:
+        return None
+    return max(1, math.ceil(wanted * (1 - one) / (one * (1 - wanted)) - 1e-9))
+
+
+def effective_levels(values: Sequence[float]) -> float:
+    """exp(entropy) of the distribution of values: the number of levels really used."""
+    shares = np.array(list(Counter(values).values()), float) / max(len(values), 1)
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+# ---- judge audit ---------------------------------------------------------------------------------
+# Asks a config's rewards about results of known quality, and keeps what they say of the judge.
+
+T = TypeVar("T")
+Pair = tuple[int, float, float]
+"""Case, value of its right result, value of a wrong one."""
+
+NUM_CASES = 64
+"""A judge of AUROC 0.97, and one of 0.85, get their verdict from so many in 95 of 100 audits
+(`benchmarks/audit_power.py`)."""
+NUM_REPEATED, NUM_READINGS = 4, 3
+"""The results of the first 4 cases are read 3 times."""
+TARGET_RELIABILITY = 0.8
+"""A report says how many readings reach it."""
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    name: str
+    mean: float
+    gain: float
+    """(mean - floor) / (mean of the right results - floor). The floor is the lower mean of the
+    unchanged source and another sample's result; infinite if the right results are not above it."""
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All readings of some results by one reward."""
+
+    values: Mapping[tuple[int, str], tuple[float, ...]]
+    """(case, kind) -> the graded readings, 0 to 1."""
+    failures: Mapping[tuple[int, str], Sequence[str]]
+    """(case, kind) -> why its other readings were not graded, [] if they all were."""
+
+
+class _LaterReading:
+    """A judge whose questions count as later repeats, so that they get other seeds."""
+
+    def __init__(self, judge: Judge, first_repeat: int) -> None:
+        self.config = judge.config
+        self._judge, self._first_repeat = judge, first_repeat
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+    ) -> Answer[T]:
+        return await self._judge.ask(question, parse, self._first_repeat + repeat)
+
+
+async def ask(
+    plugin: Plugin[Reward],
+    judge: Judge | None,
+    device: str,
+    results: Mapping[tuple[int, str], tuple[Sample, Image]],
+    repeated: frozenset[int] = frozenset(),
+) -> Asked:
+    """Grade results by one reward; those of the cases in `repeated` three times."""
+    readings: dict[tuple[int, str], list[RewardOutput]] = {key: [] for key in results}
+    for reading in range(NUM_READINGS if repeated else 1):
+        first_repeat = reading * int(getattr(plugin.config, "n_evals", 1))
+        asked_judge = judge and _LaterReading(judge, first_repeat)
+        reward = await asyncio.to_thread(plugin.cls, plugin.config, Resources(asked_judge, device))
+        keys = [key for key in results if reading == 0 or key[0] in repeated]
+        try:
+            outputs = await asyncio.gather(
+                *(
+                    scores(plugin.key, reward, [RewardInput(results[key][0], "", results[key][1])])
+                    for key in keys
+                )
+            )
+        finally:
+            await asyncio.to_thread(reward.close)
+        for key, [output] in zip(keys, outputs, strict=True):
+            readings[key].append(output)
+    values = {
+        key: tuple(output.value for output in outputs if output.value is not None)
+        for key, outputs in readings.items()
+    }
+    failures = {
+        key: [str(output.failure) for output in outputs if output.value is None]
+        for key, outputs in readings.items()
+    }
+    return Asked(values, failures)
+
+
+async def audit_all(
+    resolved: Resolved,
+    names: Sequence[str],
+    judge: Judge | None,
+    device: str,
+    cases: Sequence[Case],
+) -> list[RewardAudit]:
+    """Audit the rewards called `names`, one after the other."""
+    limits = resolved.config.judge
+    return [await audit(resolved.rewards[name], judge, device, cases, limits) for name in names]
+
+
+async def audit(
+    plugin: Plugin[Reward],
+    judge: Judge | None,
+    device: str,
+    cases: Sequence[Case],
+    limits: JudgeConfig,
+) -> RewardAudit:
+    """Ask one reward about all results of all cases. `limits`: the thresholds of `judge.audit`."""
+    needs = plugin.cls.needs_with(plugin.config)
+    sees_instruction, sees_source = "target" not in needs, "source" in needs
+    results = {
+        (number, kind): result
+        for number, case in enumerate(cases)
+        for kind, result in case.results.items()
+        if (sees_instruction or kind != "other_instruction")
+        and (sees_source or kind != "exchanged")
+    }
+    asked = await ask(plugin, judge, device, results, frozenset(range(NUM_REPEATED)))
+    return measured(plugin.key, cases, asked, limits)
+
+
+def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConfig) -> RewardAudit:
+    """The statistics of an audit, and its verdict."""
+    first = {key: values[0] for key, values in asked.values.items() if values}
+    by_kind: dict[str, list[Pair]] = {kind: [] for _, kind in asked.values if kind != CORRECT}
+    by_category: dict[str, list[Pair]] = {}
+    worst = []
+    for (case, kind), value in first.items():
+        if kind != CORRECT and (case, CORRECT) in first:
+            pair = case, first[case, CORRECT], value
+            by_kind[kind].append(pair)
+            if kind in CLEARLY_WRONG and cases[case].sample.category:
+                by_category.setdefault(cases[case].sample.category, []).append(pair)
+            worst.append((case, kind, *pair[1:]))
+    lost = {
+        key: len(texts) / (len(texts) + len(asked.values[key]))
+        for key, texts in asked.failures.items()
+    }
+    reasons = [reason for each in asked.failures.values() for reason in each]
+    right = [value for (_, kind), value in first.items() if kind == CORRECT]
+    groups = repeated(asked)
+    values = list(first.values())
+    result = RewardAudit(
+        reward,
+        num_graded=sum(map(len, asked.values.values())),
+        num_ungraded=len(reasons),
+        num_unreadable=sum(reason.startswith("unreadable") for reason in reasons),
+        first_failure=next(iter(reasons), ""),
+        silent={
+            kind: _silence([share for key, share in lost.items() if key[1] == kind])
+            for kind in (CORRECT, *by_kind)
+        },
+        mean_correct=float(np.mean(right)) if right else math.nan,
+        overall=_kind("all kinds", [pair for pairs in by_kind.values() for pair in pairs]),
+        kinds=[_kind(name, pairs) for name, pairs in by_kind.items()],
+        categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
+        noise_sd=noise_sd(np.concatenate(groups)) if groups else math.nan,
+        reliability=reliability(groups) if groups else math.nan,
+        num_levels=len(set(values)),
+        effective_levels=effective_levels(values) if values else 0.0,
+        lowest_share=values.count(0.0) / max(len(values), 1),
+        highest_share=values.count(1.0) / max(len(values), 1),
+        worst=sorted(worst, key=lambda row: row[2] - row[3]),
+    )
+    failures, doubts = decided(result, limits)
+    return replace(result, failures=failures, doubts=doubts)
+
+
+def _silence(shares: Sequence[float]) -> Interval:
+    share = float(np.mean(shares))
+    return share, wilson_interval(share, len(shares))[0]
+
+
+def _kind(name: str, pairs: Sequence[Pair]) -> Kind:
+    case, right, wrong = np.array(pairs, float).reshape(-1, 3).T
+    area, interval = auroc(case.astype(int), right, wrong)
+    accuracy, ties, mean = (
+        float(each.mean()) if pairs else math.nan for each in (right > wrong, right == wrong, wrong)
+    )
+    return Kind(name, len(pairs), accuracy, ties, area, interval, mean)
+
+
+def repeated(asked: Asked) -> list[np.ndarray]:
+    """[pictures, readings] of each case with at least two pictures that have all their readings."""
+    by_case: dict[int, list[tuple[float, ...]]] = {}
+    for (case, _), values in asked.values.items():
+        if len(values) == NUM_READINGS:
+            by_case.setdefault(case, []).append(values)
+    return [np.array(rows) for rows in by_case.values() if len(rows) > 1]
+
+
+async def attack(
+    plugin: Plugin[Reward],
+    judge: Judge | None,
+    device: str,
+    cases: Sequence[Case],
+    limits: JudgeConfig,
+) -> tuple[list[AttackResult], float, float]:
+    """(attacks on one reward, mean of right results, lowest mean of a kind of wrong results).
+    Raises JudgeError if too many results are ungraded."""
+    references = {
+        (number, kind): case.results[kind]
+        for number, case in enumerate(cases)
+        for kind in (CORRECT, "no_edit", "other_result")
+        if kind in case.results
+    }
+    attacks = {
+        (number, name): result
+        for number, case in enumerate(cases)
+        for name, result in attacked(case).items()
+    }
+    asked = await ask(plugin, judge, device, {**references, **attacks})
+    if few := too_few_graded(measured(plugin.key, cases, asked, limits), limits):
+        raise JudgeError(f"{plugin.key}: {few}")
+    means, names = _means(asked), {kind for _, kind in references}
+    right = means.get(CORRECT, math.nan)
+    floor = min((means[kind] for kind in (names - {CORRECT}) & means.keys()), default=0.0)
+    results = []
+    for name, mean in means.items():
+        if name not in names:
+            gain = (mean - floor) / (right - floor) if right > floor else math.inf
+            results.append(AttackResult(name, mean, gain, gain <= limits.attack_max_gain))
+    return results, right, floor
+
+
+def _means(asked: Asked) -> dict[str, float]:
+    """Kind -> mean value of its graded results."""
+    by_kind: dict[str, list[float]] = {}
+    for (_, kind), values in asked.values.items():
+        by_kind.setdefault(kind, []).extend(values)
+    return {kind: float(np.mean(values)) for kind, values in by_kind.items() if values}
+
+
+def save_results(resolved: Resolved, **results: Any) -> None:
+    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge; without any, write the
+    file unchanged, which shows whether it can be written. Raises JudgeError if too many questions
+    got no reply, as in an outage: such an audit would refuse every later start."""
+    for each in (*results.get("audits", ()), *results.get("pairs", ())):
+        if few := too_few_graded(each, resolved.config.judge, each.num_unreadable):
+            raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
+    file, judge_identity = file_of(resolved.config), identity(resolved)
+    known, key = entries(file), key_of(judge_identity)
+    entry = {**known.get(key, {}), "judge": judge_identity, **results}
+    if results:
+        entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_kept) + "\n")
+
+
+def _kept(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
+    return {name: value for name, value in vars(result).items() if name != "worst"}
+
+
+# ---- audit report --------------------------------------------------------------------------------
+# What an audit and an attack print, and the page of an audit with the worst errors.
+
+NUM_WORST = 12
+SIDE_PX = 256
+
+
+def audit_lines(audit: RewardAudit) -> Iterable[str]:
+    """At most 80 columns each."""
+    yield f"{audit.reward}: mean value of the right results {audit.mean_correct:.2f}"
+    yield "  wrong results     pairs right wins  ties             AUROC  mean silent"
+    for kind in audit.kinds:
+        yield _kind_line(kind, f"{audit.silent[kind.name][0]:.0%}")
+    yield _kind_line(audit.overall)
+    if len(audit.categories) > 1:
+        yield "  clearly wrong results, by category"
+        yield from map(_kind_line, audit.categories)
+    if not math.isnan(audit.noise_sd):
+        yield repeats_line(audit.noise_sd, audit.reliability)
+    yield (
+        f"  values: {audit.num_levels} levels, {audit.effective_levels:.1f} effective; "
+        f"{audit.lowest_share:.0%} are 0, {audit.highest_share:.0%} are 1"
+    )
+    yield f"  ungraded: {audit.num_ungraded} of {audit.num_graded + audit.num_ungraded}"
+    verdicts = [f"FAIL {text}" for text in audit.failures]
+    verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
+    for text in verdicts or ["PASS"]:
+        yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
+
+
+def repeats_line(sd: float, reliability: float) -> str:
+    """The noise of repeated readings, and how many readings make a reliable mean."""
+    needed = readings_for(reliability, TARGET_RELIABILITY)
+    return f"  repeats: sd {sd:.3f}; reliability of 1 reading {reliability:.2f}, " + (
+        f"{TARGET_RELIABILITY} from {needed} reading(s)"
+        if needed
+        else f"{TARGET_RELIABILITY} is never reached"
+    )
+
+
+def _kind_line(kind: Kind, silent: str = "") -> str:
+    low, high = kind.auroc_interval
+    numbers = (
+        f"{kind.num_pairs:>5} {kind.accuracy:>10.0%} {kind.ties:>5.0%}"
+        f"  {kind.auroc:>4.2f} ({low:>4.2f}-{high:>4.2f}) {kind.mean:>5.2f} {silent:>6}".rstrip()
+    )
+    return f"  {kind.name[:18]:<18}" + numbers.replace("nan%", "   -").replace("nan", "  -")
+
+
+def attack_lines(
+    reward: str, results: Sequence[AttackResult], right: float, floor: float
+) -> Iterable[str]:
+    yield f"{reward}: right results {right:.2f}; unchanged or another sample's {floor:.2f}"
+    for result in results:
+        what = ATTACKS[result.name][0] if result.name in ATTACKS else "source and result exchanged"
+        verdict = "PASS" if result.passed else "FAIL"
+        gain = f"{result.gain:>5.0%}" if math.isfinite(result.gain) else "    -"
+        yield f"  {verdict} {result.name:<16}{result.mean:>5.2f} gain {gain}  {what}"
+
+
+def write_audit_page(
+    file: Path, title: str, audits: Sequence[RewardAudit], cases: Sequence[Case]
+) -> None:
+    """A page without scripts: the tables, and the wrong results that scored highest against the
+    right ones."""
+    shown = [
+        {
+            "audit": audit,
+            "text": "\n".join(audit_lines(audit)),
+            "worst": [_shown(cases[row[0]], *row[1:]) for row in audit.worst[:NUM_WORST]],
+        }
+        for audit in audits
+    ]
+    page = load_template(Path(__file__).with_name("audit_page.html.j2"), autoescape=True)
+    write_atomically(file, page.render(title=title, audits=shown))
+
+
+def _shown(case: Case, kind: str, right: float, wrong: float) -> Mapping[str, Any]:
+    sample, picture = case.results[kind]
+    pictures = [("source", source) for source in sample.sources]
+    pictures += [
+        (f"right: {right:.2f}", case.results[CORRECT][1]),
+        (f"wrong: {wrong:.2f}", picture),
+    ]
+    return {
+        "instruction": sample.instruction,
+        "kind": kind,
+        "meaning": KINDS.get(kind, ""),
+        "is_error": wrong >= right,
+        "pictures": [(label, _data_url(image)) for label, image in pictures],
+    }
+
+
+def _data_url(picture: Image) -> str:
+    file = io.BytesIO()
+    downscale(picture, SIDE_PX).save(file, "WEBP", quality=80)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()

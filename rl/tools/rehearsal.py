@@ -1,0 +1,773 @@
+"""Runs one iteration at real size on a fake GPU, whose tensors have no values, and counts."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from PIL import Image
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rl import build
+from rl.api import image_grammar
+from rl.api.policy import Policy
+from rl.api.reward import Reward
+from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
+from rl.check import memory_plan
+from rl.check.memory_plan import CONTEXT_GB
+from rl.config.schema import RunConfig
+from rl.console import PhaseTimer
+from rl.judge.http import BackgroundLoop
+from rl.learner.learner import NUM_MEASURED, Learner
+from rl.learner.train_step import LearnerMetrics
+from rl.ranks import heartbeat
+from rl.ranks.dist import Dist
+from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences
+from rl.tools.skeletons import model_folder
+
+# ---- tally ---------------------------------------------------------------------------------------
+# Counts of a rehearsal: bytes by device and phase, FLOPs, host waits and mixed dtypes by line.
+
+ROOT = Path(__file__).parents[1]
+"""The project's package."""
+BLOCK_BYTES = 512
+"""PyTorch's allocator on CUDA rounds every allocation up to this."""
+
+
+@cache
+def _place(path: str) -> tuple[str, str]:
+    """(place of a source file in this project, its place in a library), '' where it is in none."""
+    file = Path(path)
+    if file.is_relative_to(ROOT):
+        return str(file.relative_to(ROOT.parent)) * (file != Path(__file__)), ""
+    _, found, library = path.partition("/site-packages/")
+    return "", library * (bool(found) and "/torch/" not in path)
+
+
+def calling_line() -> str:
+    """'rl/file.py:12 (library/file.py:34)': the project's innermost line, and the library's that it
+    called; '(backward)' where autograd calls by itself."""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
+    while frame is not None:
+        ours, theirs = _place(frame.f_code.co_filename)
+        if ours:
+            return f"{ours}:{frame.f_lineno}{library}"
+        if theirs and not library:
+            library = f" ({theirs}:{frame.f_lineno})"
+        frame = frame.f_back
+    return f"(backward){library}"
+
+
+class Tally:
+    """The counts of one rehearsal. Storages are counted once, whatever views of them exist."""
+
+    def __init__(self) -> None:
+        self.phase = "load"
+        self.now: Counter[str] = Counter()
+        """Device type -> bytes that exist."""
+        self.peak: Counter[str] = Counter()
+        """Phase -> most bytes that existed at once on the GPU in that phase."""
+        self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Phase -> 'kind of wait: line' -> number."""
+        self.mixed_dtypes: Counter[str] = Counter()
+        """'operation of dtype and dtype: line' -> number."""
+        self.flops: Counter[str] = Counter()
+        """Phase -> floating-point operations of matrix products, convolutions and attention."""
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Count what happens inside as part of `phase`; phases may be nested and repeated."""
+        before, self.phase = self.phase, phase
+        self._note_peak()
+        try:
+            yield
+        finally:
+            self.phase = before
+            self._note_peak()
+
+    def wait(self, kind: str) -> None:
+        """Note that the host waits for the GPU."""
+        self.waits[self.phase][f"{kind}: {calling_line()}"] += 1
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        device = tensor.device.type
+        self._seen[storage] = size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        self.now[device] += size
+        self._note_peak()
+        weakref.finalize(storage, self._freed, device, size)
+
+    def _freed(self, device: str, size: int) -> None:
+        self.now[device] -= size
+
+    def _note_peak(self) -> None:
+        self.peak[self.phase] = max(self.peak[self.phase], self.now["cuda"])
+
+
+# ---- fake gpu ------------------------------------------------------------------------------------
+# A fake GPU: 'cuda' tensors have shapes, dtypes and bytes, but no values.
+#
+# CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the
+# GPU is zeros or True. Needs `cuda_guard.load()` before the first `import torch`.
+
+aten = torch.ops.aten
+MAX_FETCHED_BYTES = 2**26
+"""A larger tensor that is copied to the host stays fake there."""
+WAITING = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+}
+"""Operations whose result's size or value the host needs."""
+ONE_DTYPE = {
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "linear",
+    "addcmul",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_varlen_attn",
+}
+"""Operations that CUDA refuses for inputs of several dtypes; fake tensors do not check it."""
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class FakeGpu(TorchDispatchMode):
+    """Runs every operation on 'cuda' tensors without values, and counts it in `tally`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = Tally()
+        self.host_is_fake = False
+        """While models load: their weights have no values on the host either."""
+        self.num_moving = 0
+        """Nested calls of `Module.to` in progress; weights that they move to the host stay fake."""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> Any:
+        self._lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_only_lift_cpu_tensors(self._lifts)
+        super().__exit__(*error)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, new CPU tensors are fake, too."""
+        self.host_is_fake = True
+        try:
+            yield
+        finally:
+            self.host_is_fake = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        is_born_fake = self.host_is_fake and not leaves and str(device) != "meta"
+        if not is_fake and not is_born_fake and (device is None or device.type != "cuda"):
+            return func(*args, **kwargs)
+        name = func.__name__.split(".")[0]
+        answer = self._fetched(func, name, args, kwargs, device)
+        if answer is not NotImplemented:
+            return answer
+        if name in INDEXING:
+            args = self._indexed(name, args)
+        if name in ONE_DTYPE:
+            dtypes = {leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point}
+            if len(dtypes) > 1:
+                mix = f"{name} of {' and '.join(sorted(map(str, dtypes)))}"
+                self.tally.mixed_dtypes[f"{mix}: {calling_line()}"] += 1
+        args, kwargs = tree_map(self._as_fake, (args, kwargs))
+        with self._fake:
+            out = func(*args, **kwargs)
+        # Weak references in this memo would keep `Module.to` from swapping parameters.
+        self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        # PyTorch's FLOP formulas without its `FlopCounterMode`, which keeps recomputed activations
+        # alive, so that memory peaks would be wrong.
+        if formula := flop_registry.get(func._overloadpacket):
+            self.tally.flops[self.tally.phase] += formula(*args, **kwargs, out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor):
+                self.tally.track(tensor)
+        return out
+
+    def _as_fake(self, leaf: Any) -> Any:
+        """Make a real tensor fake. FakeTensorMode alone would keep a small tensor as a constant and
+        run the real CUDA kernel on it."""
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
+            return self._fake.from_tensor(leaf)
+        return leaf
+
+    def _fetched(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], device: torch.device | None
+    ) -> Any:
+        """The result of an operation that copies between host and GPU, or makes the host wait;
+        NotImplemented for all others, which run on fake tensors."""
+        tally = self.tally
+        if func is aten._local_scalar_dense.default:
+            tally.wait("item")
+            return on_host(args[0]).item()
+        if func in WAITING:
+            tally.wait(name)
+            [like, *_] = args
+            values = func(*tree_map(on_host, args), **kwargs)
+            return tree_map(lambda leaf: self._on_device(leaf, like.device), values)
+        if func is aten._to_copy.default and device is not None:
+            source = args[0]
+            if device.type == source.device.type:
+                return NotImplemented
+            if self.num_moving or not kwargs.get("non_blocking"):
+                tally.wait("to host" if device.type == "cpu" else "to GPU")
+            stays_fake = self.num_moving or self.host_is_fake or source.nbytes > MAX_FETCHED_BYTES
+            if device.type == "cpu" and not stays_fake:
+                return on_host(source).to(kwargs.get("dtype") or source.dtype)
+        if func is aten.copy_.default and args[0].device.type != args[1].device.type:
+            is_async = len(args) > 2 and args[2]
+            if not is_async:
+                tally.wait("to host" if args[0].device.type == "cpu" else "to GPU")
+            if not isinstance(args[0], FakeTensor):
+                return args[0]
+        return NotImplemented
+
+    def _on_device(self, leaf: Any, device: torch.device) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        with self._fake:
+            return self._fake.from_tensor(leaf).to(device)
+
+    def _indexed(self, name: str, args: Any) -> Any:
+        """The arguments of an indexing operation; a boolean mask, whose values are unknown,
+        selects everything."""
+        resolved: list[torch.Tensor | None] = []
+        for index in args[1]:
+            is_mask = index is not None and index.dtype == torch.bool
+            if is_mask or (index is not None and index.device != args[0].device):
+                self.tally.wait("boolean index" if is_mask else "to GPU")
+            if is_mask and name == "index":
+                places = on_host(index).nonzero(as_tuple=True)
+                resolved += [self._on_device(place, args[0].device) for place in places]
+            else:
+                resolved.append(index)
+        return (args[0], resolved, *args[2:])
+
+
+def on_host(leaf: Any) -> Any:
+    """What the host gets for a tensor without values: zeros; for a boolean True, because a run
+    fetches booleans to check that all is well."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    fill = torch.ones if leaf.dtype == torch.bool else torch.zeros
+    return fill(leaf.shape, dtype=leaf.dtype)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention as a GPU computes it. A CPU build of PyTorch would choose the
+    math backend, which makes [S, S] scores in float32."""
+    if query.device.type != "cuda" or attn_mask is not None or query.dtype == torch.float32:
+        return _SDPA(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    attend = aten._scaled_dot_product_flash_attention
+    return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+class _Properties:
+    name, gcnArchName = "a GPU of a rehearsal", ""  # noqa: N815 - PyTorch's names
+    major, minor, multi_processor_count, total_memory = 9, 0, 132, int(150.8e9)
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    """Inside, `torch.cuda` reports one GPU of compute capability 9.0, and `cuda:0` is fake."""
+    gpu = FakeGpu()
+    apply, tolist = torch.nn.Module._apply, torch.Tensor.tolist
+
+    def moving(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        gpu.num_moving += 1
+        try:
+            return apply(module, *args, **kwargs)
+        finally:
+            gpu.num_moving -= 1
+
+    def one_wait(tensor: torch.Tensor) -> Any:
+        """Replaces FakeTensor's `tolist`, which fetches one element at a time."""
+        if not isinstance(tensor, FakeTensor):
+            return tolist(tensor)
+        if tensor.device.type == "cuda":
+            gpu.tally.wait("tolist")
+        return tolist(on_host(tensor))
+
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: _Properties,
+        "get_device_name": lambda device=None: _Properties.name,
+        "synchronize": lambda device=None: gpu.tally.wait("synchronize"),
+        "empty_cache": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "mem_get_info": lambda device=None: (int(1e11), _Properties.total_memory),
+        "reset_peak_memory_stats": lambda device=None: None,
+        "max_memory_allocated": lambda device=None: gpu.tally.now["cuda"],
+        "memory_allocated": lambda device=None: gpu.tally.now["cuda"],
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        patch = mock.patch.object
+        stack.enter_context(patch(torch.nn.Module, "_apply", moving))
+        stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
+        stack.enter_context(patch(FakeTensor, "tolist", one_wait))
+        stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(gpu)
+        yield gpu
+
+
+# ---- rehearsal -----------------------------------------------------------------------------------
+# Runs one iteration of a config at real size on a fake GPU: conditioning, rendering, loss,
+# backward, optimizer step and export are the project's own code, on tensors without values.
+#
+# Axes: `_P` prompts on this rank, `_G` completions in a group.
+
+MODEL_KEYS = ("model_path", "tokenizer_path", "init_text_encoder_from")
+"""Keys of plugins' sections that name a model."""
+DEPTH_KEYS = ("num_hidden_layers", "num_layers")
+"""Keys of models' configs that hold their number of layers."""
+MAX_GROUPS = 2
+"""Limit of groups in the rehearsed iteration; more groups repeat the same work."""
+RENDER_STEPS = 2
+"""Denoising steps that are run; the operations of the others are the same."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The measurements of one rehearsed iteration."""
+
+    tally: Tally
+    plan: memory_plan.Plan | None
+    """The plan of the same run: one rank, no DeepSpeed, no inference engine, no judge."""
+    num_groups: int
+    num_prompt_tokens: int
+    num_pictures: int
+    weights_bytes: dict[str, int]
+    """'policy', 'renderer' -> bytes on the GPU."""
+    seconds: float
+
+
+def one_rank(config: RunConfig) -> RunConfig:
+    """The config of rank 0 alone: its prompts, plain PyTorch, every model on one GPU."""
+    values = config.model_dump()
+    values["world_size"] = 1
+    groups = config.prompts_per_iteration // config.world_size
+    values["prompts_per_iteration"] = min(groups, MAX_GROUPS)
+    values["render_pool"]["workers"] = 0
+    values["optimizer"] |= {"backend": "torch", "zero_stage": 0}
+    for section in (values["policy"], values["renderer"], *values["rewards"].values()):
+        section.pop("device", None)
+        section.pop("max_memory_gb", None)
+    values["renderer"].pop("lora_path", None)
+    return RunConfig.model_validate(values)
+
+
+def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
+    """Run one iteration. `depth`: layers of every model instead of their own; widths stay real.
+
+    Raises ValueError for a model whose sizes are not known.
+    """
+    started = time.monotonic()
+    resolved = build.resolve(one_rank(config))
+    sizes = memory_plan.sizes(resolved)
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as work, ExitStack() as stack:
+        resolved = _with_skeletons(resolved, Path(work))
+        gpu = stack.enter_context(fake_gpu())
+        stack.enter_context(_models_without_weights(gpu, depth))
+        # The tally records the phases of rollout and learner as its own.
+        within, patch = gpu.tally.within, mock.patch.object
+        stack.enter_context(patch(heartbeat, "phase", within))
+        stack.enter_context(patch(LearnerMetrics, "clock", lambda _, phase: within(phase)))
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        return _iteration(resolved, sizes, gpu, loop, depth, started)
+
+
+def _iteration(
+    resolved: build.Resolved,
+    sizes: memory_plan.Sizes | None,
+    gpu: FakeGpu,
+    loop: BackgroundLoop,
+    depth: int | None,
+    started: float,
+) -> Rehearsed:
+    config, tally, dist = resolved.config, gpu.tally, Dist(device="cuda:0")
+    policy = build.build_policy(resolved, dist)
+    weights = {"policy": tally.now["cuda"]}
+    renderer = build.build_renderer(resolved, dist)
+    weights["renderer"] = tally.now["cuda"] - weights["policy"]
+    learner = Learner(policy, config, dist, num_iterations=100)
+    with tally.within("first step"):  # Adam's moments are there from now on, as after a resume
+        learner._backend.step(0.0, 1.0)
+    with tally.within("load"):  # sets the phase's peak: weights and moments
+        pass
+    prompts_P = [
+        _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
+    ]
+    with tally.within("picture"):
+        policy.picture_features(prompts_P)
+    rng = random.Random(0)
+    completions_PG = [
+        [
+            _completion(policy, prompt, config.sampling.max_completion_tokens, rng)
+            for _ in range(config.generations_per_prompt)
+        ]
+        for prompt in prompts_P
+    ]
+    makes_images = resolved.renderer.cls.makes_images
+    bare_P = [
+        # The words that fill the prompt would fill the bare arm's completion as well.
+        policy.pass_through_completion(replace(prompt.sample, instruction="a"))
+        if makes_images and config.bare_arm == "always"
+        else None
+        for prompt in prompts_P
+    ]
+    sampled = Sampled(
+        prompts_P,
+        completions_PG,
+        list(range(len(prompts_P))),
+        [str(number) for number in range(len(prompts_P))],
+        bare_P,
+    )
+    sizes_P = [len(completions_G) for completions_G in completions_PG]
+    # Earlier iterations run one forward more, which reads values.
+    step = learner.begin(NUM_MEASURED, prompts_P, sampled.token_ids, sizes_P)
+    rewards = {
+        name: _StubReward(_parts_of(config, name))
+        for name, plugin in resolved.rewards.items()
+        if not plugin.keys.held_out_only
+    }
+    context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
+    timer = PhaseTimer()
+    pending = begin(context, sampled, step, timer, lambda: False)
+    with tally.within("reference"):
+        step.prefetch_reference(lambda: True)
+    with tally.within("learn"):
+        for p, episodes_G in pending.groups(timer, lambda: False):
+            if failures := [episode.failure for episode in episodes_G if episode.failure]:
+                raise RuntimeError(f"a picture cannot be drawn: {failures[0]}")
+            advantages_G = [1.0 if g % 2 else -1.0 for g in range(len(episodes_G))]
+            step.accumulate(p, train_sequences(config, policy, 0, episodes_G, advantages_G))
+        step.step()
+    with tally.within("export"):
+        learner.export_weights()
+    if sizes is not None:
+        # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
+        renderers = [model for model in sizes.frozen if model.name == "renderer"]
+        sizes = replace(sizes, frozen=renderers, engine=None, judge_share=0.0)
+        sizes = _with_depth(sizes, policy, weights["renderer"], depth)
+    return Rehearsed(
+        tally=tally,
+        plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
+        num_groups=len(prompts_P),
+        num_prompt_tokens=len(prompts_P[0].token_ids),
+        num_pictures=pending.num_pictures,
+        weights_bytes=weights,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _with_depth(
+    sizes: memory_plan.Sizes, policy: Policy, renderer_bytes: int, depth: int | None
+) -> memory_plan.Sizes:
+    """`sizes` with `depth` layers and with the weights that were built for this depth."""
+    if depth is None:
+        return sizes
+    named = policy.module.named_parameters()
+    params = sum(weight.numel() for name, weight in named if "lora_" not in name)
+    frozen = [
+        replace(model, weights={"weights": renderer_bytes / model.bytes_per_value})
+        if model.name == "renderer" and model.weights
+        else model
+        for model in sizes.frozen
+    ]
+    model = replace(sizes.model, num_layers=depth, params=params)
+    return replace(sizes, model=model, frozen=frozen)
+
+
+# Models
+
+
+def _with_skeletons(resolved: build.Resolved, work: Path) -> build.Resolved:
+    """The same plugins, each model path replaced by a folder with only the model's config files."""
+
+    def changed(plugin: Any) -> Any:
+        section = plugin.config
+        update = {
+            key: model_folder(getattr(section, key), getattr(section, "revision", None), work)
+            for key in MODEL_KEYS
+            if getattr(section, key, None)
+        }
+        return replace(plugin, config=section.model_copy(update=update))
+
+    steps = {"num_steps": RENDER_STEPS} if hasattr(resolved.renderer.config, "num_steps") else {}
+    renderer = changed(resolved.renderer)
+    renderer = replace(renderer, config=renderer.config.model_copy(update=steps))
+    return replace(resolved, policy=changed(resolved.policy), renderer=renderer)
+
+
+@contextmanager
+def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
+    """Inside, `from_pretrained` reads a config file and makes weights without values."""
+    from diffusers import ModelMixin
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+    from rl import model_files
+    from rl.renderers.emu3_vq import emu3_vq_loop
+
+    def shortened(config: Any) -> Any:
+        for part in (config, getattr(config, "text_config", None)):
+            for key in DEPTH_KEYS if depth and part is not None else ():
+                if isinstance(getattr(part, key, None), int):
+                    setattr(part, key, depth)
+                    if types := getattr(part, "layer_types", None):
+                        setattr(part, "layer_types", types[:depth])  # noqa: B010 - any config
+        return config
+
+    def of_transformers(cls: Any, /, path: str, subfolder: str = "", **options: Any) -> Any:
+        config = options.get("config")
+        if config is None:
+            reader = getattr(cls, "config_class", None) or AutoConfig
+            config = reader.from_pretrained(path, subfolder=subfolder)
+        make = cls.from_config if cls is AutoModelForImageTextToText else cls._from_config
+        known = {k: options[k] for k in ("dtype", "attn_implementation") if k in options}
+        with gpu.loading():
+            model = make(shortened(config), **known)
+        place = options.get("device_map", {}).get("", "cpu")
+        model = model.eval().to(place) if place != "cpu" else model.eval()
+        return (model, {"missing_keys": []}) if options.get("output_loading_info") else model
+
+    def of_diffusers(cls: Any, /, path: str = "", subfolder: str = "", **options: Any) -> Any:
+        path = options.get("pretrained_model_name_or_path", path)
+        config = cls.load_config(path, subfolder=subfolder)
+        if depth and "num_layers" in cls._get_init_keys(cls):
+            config = {**config, "num_layers": depth}
+        with gpu.loading():
+            model = cls.from_config(config)
+            torch.nn.Module.to(model, options["torch_dtype"])  # diffusers' own `to` warns
+        place = options.get("device_map", {}).get("", "cpu")
+        return model.to(place) if place != "cpu" else model
+
+    def of_emu3_vq(path: str, revision: str | None, original: bool, device: str) -> Any:
+        from transformers import Emu3VQVAE, Emu3VQVAEConfig
+
+        with gpu.loading():
+            config = Emu3VQVAEConfig.from_pretrained(path)  # nosec B615 # a local folder
+            tensors = Emu3VQVAE(config).state_dict()
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    patch = mock.patch.object
+    with ExitStack() as stack:
+        for owner in (PreTrainedModel, AutoModelForImageTextToText):
+            stack.enter_context(patch(owner, "from_pretrained", classmethod(of_transformers)))
+        stack.enter_context(patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)))
+        stack.enter_context(patch(emu3_vq_loop, "_read_tensors", of_emu3_vq))
+        stack.enter_context(patch(model_files, "require_finite", lambda named, owner: None))
+        yield
+
+
+# The iteration's inputs
+
+
+def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Prompt:
+    """A prompt of `policy.max_prompt_tokens` or slightly fewer tokens, with as many pictures of
+    the renderer's output size as fit."""
+    limit = int(resolved.policy.config.max_prompt_tokens)
+    template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
+    max_pictures = min(1, policy.max_sources) if template is None else template.max_pictures
+    area_px = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
+    rng, side = np.random.default_rng(number), round(area_px**0.5)
+    has_codes = policy.image_vocabulary is not None
+    codes = rng.integers(0, 1000, (32, 32)) if has_codes else None
+    pictures = tuple(
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        for _ in range(0 if has_codes else max_pictures)
+    )
+
+    def prompt_of(num_words: int, num_pictures: int) -> Prompt | None:
+        words, sources = " ".join(["a"] * num_words + [str(number)]), pictures[:num_pictures]
+        sample = Sample(str(number), words, sources, source_codes=codes, target_codes=codes)
+        with suppress(UnusableSampleError):
+            return policy.build_prompt(sample)
+        return None
+
+    for num_pictures in range(max_pictures, -1, -1):
+        if prompt := prompt_of(0, num_pictures):
+            num_words = limit - len(prompt.token_ids)
+            while num_words > 0:
+                if longer := prompt_of(num_words, num_pictures):
+                    return longer
+                num_words = num_words * 9 // 10
+            return prompt
+    raise ValueError(
+        f"policy.max_prompt_tokens = {limit} is too small for the prompt's fixed text; raise it"
+    )
+
+
+def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Random) -> Any:
+    """A completion of `num_tokens` tokens; a few words and an image if the policy writes images."""
+    text = " ".join(rng.choice("abcdefgh") for _ in range(num_tokens))
+    completion = policy.encode_completion(text)
+    ids = (*completion.token_ids[: num_tokens - 1], completion.token_ids[-1])
+    vocabulary = policy.image_vocabulary
+    if vocabulary is not None and prompt.grid is not None:
+        height, width = (torch.tensor([side]) for side in prompt.grid)
+        picture = [vocabulary.image]
+        while picture[-1] != vocabulary.end_of_sequence:
+            after = torch.tensor([len(picture) - 1])
+            kind = int(image_grammar.grammar_ids(after, height, width, vocabulary))
+            code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
+            picture.append(code if kind == image_grammar.VISUAL else kind)
+        words = num_tokens - len(picture)
+        ids = (*ids[: max(0, min(words, 8))], *picture)
+    return replace(completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
+
+
+class _StubReward(Reward):
+    """Grades everything 0.5, in total and in every part that the config weights."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def grade(self, reward_input: RewardInput) -> RewardOutput:
+        return RewardOutput(0.5, parts=dict.fromkeys(self._parts, 0.5))
+
+
+def _parts_of(config: RunConfig, name: str) -> list[str]:
+    weights = config.final_reward.weights or {}
+    return [key.partition("/")[2] for key in weights if key.startswith(f"{name}/")]
+
+
+# ---- rehearsal report ----------------------------------------------------------------------------
+# What `rl rehearse` prints: memory beside the plan, operations, host waits, mixed dtypes.
+
+PLANNED = {
+    "load": ("load",),
+    "condition": ("condition",),
+    "render": ("render",),
+    "reference": ("reference", "learn_reference"),
+    "learn": ("learn_forward", "learn_backward"),
+    "step": ("learn_step",),
+}
+"""Phase of the memory plan -> its phases in a rehearsal."""
+NAMES = {
+    "picture": "a picture's first forward",
+    "condition": "condition",
+    "render": "render",
+    "reference": "prefetched reference, forwards",
+    "learn_reference": "reference",
+    "learn_forward": "forward of the learner",
+    "learn_backward": "backward",
+    "learn": "loss and metrics",
+    "learn_step": "optimizer step",
+    "export": "export of the weights",
+}
+"""Phase of a rehearsal -> its name in the report; what happens while models load is left out."""
+MAX_LINES = 30
+
+
+def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
+    """The report, at most 80 columns wide where paths allow it."""
+    tally = done.tally
+    yield (
+        f"one rank, {done.num_groups} groups, {done.num_prompt_tokens} prompt tokens, "
+        f"{done.num_pictures} pictures, {done.seconds:.0f} s"
+    )
+    yield from _memory(done)
+    yield "\nmatrix products, convolutions and attention, TFLOP"
+    for phase, name in NAMES.items():
+        if flops := tally.flops[phase]:
+            yield f"  {name:<32}{flops / 1e12:>9.1f}"
+    yield f"\nwaits of the host for the GPU: {done.num_groups} groups, {done.num_pictures} pictures"
+    for phase, name in NAMES.items():
+        if waits := tally.waits[phase]:
+            yield f"  {name}: {waits.total()}"
+            for line, number in waits.most_common(None if every_line else MAX_LINES):
+                yield f"    {number} x {line}"
+    yield "\nmixed dtypes, which a GPU refuses:" if tally.mixed_dtypes else "\nmixed dtypes: none"
+    yield from (f"  {number} x {line}" for line, number in tally.mixed_dtypes.most_common())
+
+
+def peaks_gb(done: Rehearsed) -> dict[str, float]:
+    """The plan's phase -> its peak GPU memory in GB, without the CUDA context."""
+    peaks = {name: max(done.tally.peak[phase] for phase in PLANNED[name]) for name in PLANNED}
+    return {name: peak / 1e9 for name, peak in peaks.items() if peak}
+
+
+def _memory(done: Rehearsed) -> Iterator[str]:
+    yield "GPU memory, GB          rehearsed     plan  error"
+    rows = [] if done.plan is None else done.plan.rows
+    for owner, num_bytes in done.weights_bytes.items():
+        prefix = "policy weights" if owner == "policy" else f"{owner} "
+        planned = sum(row.gb for row in rows if row.part.startswith(prefix))
+        if num_bytes:
+            yield _row(f"{owner} weights", num_bytes / 1e9, planned or None)
+    for phase, gb in peaks_gb(done).items():
+        planned_gb = None if done.plan is None else done.plan.total_gb(phase) - CONTEXT_GB
+        yield _row(f"peak of {phase!r}", gb, planned_gb)
+    if done.plan is None:
+        yield "  no plan: rl check does not know the sizes of the policy's model"
+
+
+def _row(name: str, gb: float, planned_gb: float | None) -> str:
+    planned = "" if planned_gb is None else f"{planned_gb:>9.2f}  {planned_gb / gb - 1:+.1%}"
+    return f"  {name:<22}{gb:>9.2f}{planned}"

@@ -1,0 +1,673 @@
+"""Writes the page of a run, of a comparison, of a folder of runs; also as a single file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache, partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from jinja2 import Template
+from markupsafe import Markup
+from PIL.Image import DecompressionBombError
+from pydantic import BaseModel, StringConstraints
+
+from rl.config.loading import read_bytes
+from rl.files import open_picture, read_rows, write_atomically
+from rl.printing import load_template, without_lone_surrogates
+from rl.record.run_summary import Summary, folders, summarise
+from rl.tools.report.episode_rows import (
+    LEVELS,
+    WHOLE,
+    Limits,
+    Pieces,
+    finding_row,
+    group_row,
+    groups_of,
+    histogram,
+    part_names,
+    record_row,
+    short,
+)
+from rl.tools.report.reading import (
+    CURVES,
+    MAX_POINTS,
+    Curve,
+    Evaluation,
+    Record,
+    curve_data,
+    episode_files,
+    evaluation_folders,
+    locked,
+    named_rows,
+    picture,
+    picture_of,
+    points,
+    read_config,
+    read_evaluations,
+)
+from rl.tools.report.summary import INTERVAL, alarms, context, learnt
+from rl.trackers import MAIN_METRICS
+
+# ---- pages ---------------------------------------------------------------------------------------
+# Writes those data pages of a report, `<run>/report/data/*.js`, whose sources have changed.
+
+MAX_PAGE_BYTES = 300_000
+CHUNK = 20
+"""Number of iterations whose pages are rewritten together."""
+NUM_REWARD_BINS, NUM_ADVANTAGE_BINS = 21, 25
+"""Bins of the histograms: rewards 0 to 1 in steps of 0.05, advantages -3 to 3 in steps of 0.25."""
+_CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
+"""What `call` writes. A page opened from disk can load classic scripts, not modules or `fetch`."""
+_SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
+_PAGE_FILE = re.compile(r"(?:it|find|eval)_\d{6,}(?:_\d+)?\.js")
+
+
+@dataclass
+class PageIndex:
+    """The pages in the folder."""
+
+    iterations: list[tuple[int, int]] = field(default_factory=list)
+    """(iteration, number of groups) of each iteration that has a page."""
+    evaluations: list[tuple[int, int]] = field(default_factory=list)
+    """(iterations done, number of pages) of each evaluation."""
+    histograms: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    """(iteration, counts of its rewards by bin, counts of its advantages by bin)."""
+    damaged: dict[str, int] = field(default_factory=dict)
+    """File -> number of unreadable lines."""
+    num_written: int = 0
+    """Number of pages that `refresh` wrote."""
+
+
+class _Part(BaseModel):
+    """Pages that are written together."""
+
+    stamp: list[Any]
+    """Path, size, times and inode of each source file."""
+    files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_PAGE_FILE.pattern})$")]]
+    groups: list[tuple[int, int]]
+    """(iteration, number of groups)."""
+    histograms: list[tuple[int, list[int], list[int]]]
+    damaged: dict[str, int]
+    """File -> number of unreadable lines."""
+
+
+class _Manifest(BaseModel):
+    """`made_of.json`; untrusted, because it may come with another user's run."""
+
+    format: Literal[5] = 5
+    parts: dict[str, _Part] = {}
+
+
+class _Folder:
+    """The data folder; writes the parts whose sources have changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.num_written = self._num_made = 0
+        self._current = _Manifest()
+        try:
+            self._previous = _Manifest.model_validate_json(read_bytes(folder / "made_of.json"))
+        except (OSError, ValueError):
+            self._previous = _Manifest()
+
+    def part(self, name: str, sources: Sequence[Path], make: Callable[[_Part], None]) -> _Part:
+        """The part called `name`. Calls `make` to write its files if a source has changed or was
+        copied (a copy has another ctime), or if one of its files is gone."""
+        stats = [(path, path.stat()) for path in sources if path.exists()]
+        stamp = [
+            [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for path, stat in stats
+        ]
+        part = self._previous.parts.get(name)
+        is_whole = part is not None and all((self.path / file).is_file() for file in part.files)
+        if part is None or not is_whole or part.stamp != stamp:
+            part = _Part(stamp=stamp, files=[], groups=[], histograms=[], damaged={})
+            make(part)
+            self._current.parts[name] = part
+            self._num_made += 1
+            # An interrupted refresh will continue here. After 1, 2, 4, 8, ... parts, because the
+            # manifest names all of them.
+            if self._num_made.bit_count() == 1:
+                self._save_manifest(self._previous.parts | self._current.parts)
+        self._current.parts[name] = part
+        return part
+
+    def write(self, part: _Part, page: str, content: str) -> None:
+        write_atomically(self.path / f"{page}.js", content)
+        part.files.append(f"{page}.js")
+        self.num_written += 1
+
+    def _save_manifest(self, parts: Mapping[str, _Part]) -> None:
+        content = _Manifest(parts=dict(parts)).model_dump_json()
+        write_atomically(self.path / "made_of.json", content)
+
+    def close(self) -> None:
+        """Remove pages whose sources are gone."""
+        self._save_manifest(self._current.parts)
+        kept = {file for part in self._current.parts.values() for file in part.files}
+        for path in self.path.iterdir():
+            if _PAGE_FILE.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+
+
+def refresh(run_dir: Path, folder: Path) -> PageIndex:
+    """Update the pages in `folder` from `run_dir`."""
+    pages, index = _Folder(folder), PageIndex()
+    pieces = Pieces(read_config(run_dir))
+    for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
+        files_of = dict(in_chunk)
+        sources = [path for files in files_of.values() for path in files]
+        for kind in ("images", "thumbnails"):
+            sources += [run_dir / kind / f"it_{iteration:06d}" for iteration in files_of]
+        name = f"find_{chunk:06d}"
+        make = partial(_write_chunk, pages, name, files_of, run_dir, pieces)
+        part = pages.part(name, sources, make)
+        index.iterations += part.groups
+        index.histograms += part.histograms
+        index.damaged |= part.damaged
+    stock_file = run_dir / "stock" / "rewards.jsonl"
+    stock = _stock_pictures(stock_file)
+    for iteration, source in evaluation_folders(run_dir).items():
+        name = f"eval_{iteration:06d}"
+        make = partial(_write_evaluation, pages, name, iteration, source, stock, pieces)
+        part = pages.part(name, [source / "records.jsonl", stock_file], make)
+        index.evaluations.append((iteration, len(part.files)))
+        index.damaged |= part.damaged
+    pages.close()
+    index.num_written = pages.num_written
+    return index
+
+
+def _write_chunk(
+    pages: _Folder,
+    name: str,
+    files_of: Mapping[int, Sequence[Path]],
+    run_dir: Path,
+    pieces: Pieces,
+    part: _Part,
+) -> None:
+    rows_of: dict[str, Any] = {}
+    for iteration, files in files_of.items():
+        rows_and_damage = [read_rows(path) for path in files]
+        rows: list[Record] = [row for file_rows, _ in rows_and_damage for row in file_rows]
+        names, groups = part_names(rows), groups_of(rows)
+        page = f"it_{iteration:06d}"
+        makers = [partial(group_row, group, names, run_dir, pieces) for group in groups]
+        _write(pages, part, page, {"it": iteration, "parts": names}, makers)
+        finding = [finding_row(g, group, names, run_dir) for g, group in enumerate(groups)]
+        rows_of[str(iteration)] = {"parts": names, "rows": finding}
+        part.groups.append((iteration, len(groups)))
+        rewards = histogram([short(row.get("reward")) for row in rows], 0.05, 0, NUM_REWARD_BINS)
+        advantages = [short(row.get("advantage")) for row in rows]
+        counts = histogram(advantages, 0.25, -3, NUM_ADVANTAGE_BINS)
+        part.histograms.append((iteration, rewards, counts))
+        if damaged := sum(len(numbers) for _, numbers in rows_and_damage):
+            part.damaged[f"episodes/{page}"] = damaged
+    pages.write(part, name, call(name, rows_of))
+
+
+def _write_evaluation(
+    pages: _Folder,
+    name: str,
+    iteration: int,
+    folder: Path,
+    stock: Mapping[str, str | None],
+    pieces: Pieces,
+    part: _Part,
+) -> None:
+    rows, damaged = named_rows(folder / "records.jsonl", "id")
+    names = part_names(rows)
+    makers = [
+        partial(record_row, row, names, folder, stock.get(str(row["id"])), pieces) for row in rows
+    ]
+    _write(pages, part, name, {"it": iteration, "parts": names}, makers)
+    if damaged:
+        part.damaged[f"evaluation/{folder.name}"] = len(damaged)
+
+
+def _write(
+    pages: _Folder,
+    part: _Part,
+    name: str,
+    head: Mapping[str, Any],
+    makers: Sequence[Callable[[Limits], Mapping[str, Any]]],
+) -> None:
+    """Write one row per maker, with the first limits of `LEVELS` under which all rows fit in one
+    page; under the last limits they may take several pages."""
+    max_bytes = MAX_PAGE_BYTES - 2000
+    rows: list[str] = []
+    limits = WHOLE
+    for limits in LEVELS:
+        rows = [literal(make(limits)) for make in makers]
+        if sum(len(row.encode()) + 1 for row in rows) < max_bytes:
+            break
+    pages_rows: list[list[str]] = [[]]
+    size = 0
+    for row in rows:
+        num_bytes = len(row.encode()) + 1
+        if size + num_bytes > max_bytes and pages_rows[-1]:
+            pages_rows.append([])
+            size = 0
+        pages_rows[-1].append(row)
+        size += num_bytes
+    starts = [sum(map(len, pages_rows[:number])) for number in range(len(pages_rows))]
+    cut = None if limits is WHOLE else [limits.text_chars, limits.reply_chars, limits.num_tokens]
+    for number, page_rows in enumerate(pages_rows, 1):
+        page = name if number == 1 else f"{name}_{number}"
+        # The rows are JavaScript already.
+        content = call(page, {**head, "starts": starts, "cut": cut, "rows": []})
+        content = content.replace('"rows":[]});', f'"rows":[{",".join(page_rows)}]}});')
+        pages.write(part, page, content)
+
+
+def _stock_pictures(path: Path) -> dict[str, str | None]:
+    """Sample id -> file of the stock arm's picture."""
+    rows = read_rows(path)[0]
+    files = {str(row.get("id")): row.get("files") for row in rows}
+    return {
+        sample_id: picture(path.parent, arm_files.get("stock"))
+        for sample_id, arm_files in files.items()
+        if isinstance(arm_files, Mapping)
+    }
+
+
+def literal(value: Any) -> str:
+    """`value` as JSON that is also JavaScript and cannot end the `<script>` around it, whatever
+    text it holds."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _SPECIAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def call(name: str, value: Any) -> str:
+    """The script of the data page `name`, which passes its value to `rl/report/page/base.js`."""
+    return f"page.data({literal(name)},{literal(value)});\n"
+
+
+def value_of(script: str) -> Any:
+    """The value in a data page. Raises ValueError if `script` is not exactly what `call` writes."""
+    match = _CALL.fullmatch(script)
+    if match is None:
+        raise ValueError("no data page")
+    return json.loads(match[1])
+
+
+# ---- page ----------------------------------------------------------------------------------------
+# Writes `<run>/report/index.html`, a page that loads only files beside it and escapes all text.
+
+NAMING = ("run_name", "base_exp_dir")
+"""Config keys that differ between any two runs."""
+PAGE_FOLDER = Path(__file__).with_name("page")
+_SOURCES = ("page.css", "base.js", "lists.js", "charts.js", "samples.js", "start.js")
+
+
+def write_page(run_dir: Path) -> tuple[Path, PageIndex]:
+    """Update `<run>/report/` from the run folder."""
+    folder = run_dir / "report"
+    with locked(folder):
+        index = refresh(run_dir, folder / "data")
+        data = call("metrics", metrics_data(run_dir, index))
+        write_atomically(folder / "data" / "metrics.js", data)
+        write_atomically(folder / "index.html", rendered(run_dir, index))
+    return folder / "index.html", index
+
+
+def rendered(
+    run_dir: Path, index: PageIndex, embedded: Sequence[Markup] = (), note: str = ""
+) -> str:
+    """The page's HTML. `embedded`: scripts of data pages; `note`: shown at the top."""
+    metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")
+    config = read_config(run_dir)
+    num_damaged = dict(index.damaged)
+    if damaged:
+        num_damaged["metrics.jsonl"] = len(damaged)
+    evaluations = read_evaluations(run_dir)
+    facts = _facts(run_dir, config, index, bool(embedded))
+    page = template("index.html.j2").render(
+        name=str(config.get("run_name") or run_dir.resolve().name),
+        note=note,
+        progress=_progress(metrics, config, index),
+        learnt=learnt(evaluations),
+        interval=INTERVAL,
+        context=context(metrics),
+        alarms=alarms(metrics, config, num_damaged),
+        has_metrics=any(len(row) > 1 for row in metrics),
+        alone=bool(embedded),
+        times=times(metrics),
+        settings=flat(config),
+        sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
+        facts=Markup(literal(facts | {"first": first_drawn(evaluations)})),  # nosec B704
+        is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
+        embedded=embedded,
+    )
+    return without_lone_surrogates(page)
+
+
+@cache
+def template(name: str) -> Template:
+    return load_template(PAGE_FOLDER / name, autoescape=True)
+
+
+def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
+    """The data page `metrics`: every metric, and the histograms of rewards and advantages."""
+    config = read_config(run_dir)
+    keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
+    factors: list[Any] = [config.get(key) for key in keys]
+    known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
+    metrics = named_rows(run_dir / "metrics.jsonl", "iteration")[0]
+    data = curve_data(metrics, prod(factors) if known else None)
+    return data | {"histograms": index.histograms}
+
+
+def _facts(
+    run_dir: Path, config: Mapping[str, Any], index: PageIndex, is_alone: bool
+) -> dict[str, Any]:
+    """Data for the page's scripts. `is_alone`: the page has no data files beside it."""
+    sets = [
+        {
+            "page": f"eval_{it:06d}",
+            "it": it,
+            "files": num_files,
+            "base": f"../evaluation/it_{it:06d}/",
+        }
+        for it, num_files in index.evaluations
+    ]
+    return {
+        "alone": is_alone,
+        "iterations": [it for it, _ in index.iterations],
+        "groups": [num for _, num in index.iterations],
+        "chunks": sorted({iteration // CHUNK for iteration, _ in index.iterations}),
+        "sets": sets,
+        "run": _path(run_dir, config),
+        "checkpoints": _checkpoints(run_dir),
+        "curves": list(map(_spec, sorted(CURVES, key=_rank))),
+    }
+
+
+def first_drawn(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """The first held-out sample that both evaluations have and the second drew, as rows of their
+    data pages with short texts; [] if there is none."""
+    if len(evaluations) < 2:
+        return []
+    before, after = evaluations
+    both = (name for name in after.records if name in before.records)
+    name = next(
+        (n for n in both if picture(after.folder, after.records[n].get("image_file"))), None
+    )
+    return [
+        record_row(each.records[name], (), each.folder, None, Pieces({}), Limits(160, 0, 0))
+        for each in (before, after)
+        if name is not None
+    ]
+
+
+def _rank(curve: Curve) -> int:
+    """Position of the curve's metric among `MAIN_METRICS`, or behind them."""
+    main = list(MAIN_METRICS)
+    metrics = [line.metric for line in curve.lines if line.style == "main"]
+    return min((main.index(name) for name in metrics if name in main), default=len(main))
+
+
+def _spec(curve: Curve) -> dict[str, Any]:
+    """A curve for `page/charts.js`."""
+    lines = [[line.metric, line.label, line.style] for line in curve.lines]
+    main = _rank(curve) < len(MAIN_METRICS)
+    return {"title": curve.title, "top": curve.top, "lines": lines, "main": main}
+
+
+def _path(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """The run folder as its config names it: a page that is sent away has no path of this user."""
+    base, name = config.get("base_exp_dir"), config.get("run_name")
+    return f"{base}/{name}" if isinstance(base, str) and isinstance(name, str) else run_dir.name
+
+
+def _checkpoints(run_dir: Path) -> list[int]:
+    names = (path.name.removeprefix("step_") for path in run_dir.glob("checkpoints/step_*"))
+    return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
+
+
+def _progress(metrics: Sequence[Record], config: Mapping[str, Any], index: PageIndex) -> str:
+    last = max((int(row["iteration"]) for row in metrics), default=0)
+    planned = config.get("num_iterations")
+    of_planned = f" of {planned}" if type(planned) is int and planned > 0 else ""
+    num_groups = sum(num for _, num in index.iterations)
+    num_evaluations = len(index.evaluations)
+    evaluations = f"{num_evaluations} held-out evaluation{'' if num_evaluations == 1 else 's'}"
+    return f"{last:,}{of_planned} iterations, {evaluations}, {num_groups:,} groups on record"
+
+
+def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
+    """(phase, seconds, share of total time), longest first; time outside phases is '(other)'."""
+    total = sum(value for _, value in points(metrics, "time/iteration_s"))
+    names = {
+        name: name.removeprefix("time/").removesuffix("_s")
+        for row in metrics
+        for name in row
+        if name.startswith("time/") and name.endswith("_s") and name != "time/iteration_s"
+    }
+    seconds_of = {short: sum(v for _, v in points(metrics, name)) for name, short in names.items()}
+    if total <= 0:
+        return []
+    seconds_of["(other)"] = max(0.0, total - sum(seconds_of.values()))
+    longest = sorted(seconds_of.items(), key=lambda item: -item[1])
+    return [(name, seconds, seconds / total) for name, seconds in longest if seconds > 0]
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        children: Any = item
+        if isinstance(item, list) and any(isinstance(entry, Mapping) for entry in item):
+            children = {str(position): entry for position, entry in enumerate(item)}
+        if isinstance(children, Mapping) and children:
+            found |= flat(children, f"{name}.")
+        else:
+            found[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+    return found
+
+
+# ---- single file ---------------------------------------------------------------------------------
+# Writes `<run>/report/report.html`: the page as one file of at most 5 MB.
+
+MAX_BYTES = 5_000_000
+_TABLES = 0.4
+"""Share of the available bytes that data pages may take; pictures get the rest."""
+_AROUND = 30
+"""Bytes of markup around a data page or a picture."""
+_SIDE_PX = 160
+_QUALITY = 70
+
+
+def write_single_file(run_dir: Path, index: PageIndex) -> str:
+    """Write the file from the existing data pages. Returns a message for the user."""
+    folder = run_dir / "report"
+    with locked(folder):
+        page, note = _page(run_dir, index)
+        write_atomically(folder / "report.html", page)
+    size = f"{len(page.encode()) / 1e6:.1f} MB"
+    return f"one file: {folder / 'report.html'} ({size}, {note})"
+
+
+def _page(run_dir: Path, index: PageIndex) -> tuple[str, str]:
+    """(HTML with as much of the run as fits, a note on how many pictures it holds)."""
+    folder = run_dir / "report" / "data"
+    smallest = len(rendered(run_dir, index, [Markup()], "x" * 400).encode())
+    max_bytes = MAX_BYTES - smallest - 20_000
+    evaluations = [f"eval_{it:06d}" for it, _ in index.evaluations]
+    iterations = [f"it_{it:06d}" for it, _ in reversed(index.iterations)]
+    names = [*evaluations[:1], *evaluations[1:][-1:], *iterations, *evaluations[1:-1][::-1]]
+    # First as many tables as leave room for pictures, then what is left, one by one.
+    rounds = [(names, _TABLES * max_bytes), *(([name], max_bytes) for name in names)]
+    inside: dict[str, Any] = {"metrics": _read(folder, "metrics")}
+    lists: dict[str, dict[str, Any]] = {}
+    """Name of a page for the list of groups -> its rows by iteration."""
+    pictures: dict[str, str] = {}
+    left_out: set[str] = set()
+    used_bytes: float = _size(inside)
+    for in_round, limit in rounds:
+        if used_bytes > 0.99 * max_bytes:
+            break
+        sources: dict[str, None] = {}
+        """Pictures, by their paths relative to the page."""
+        for name in in_round:
+            if name in inside:
+                continue
+            pages, (listing, rows) = _pages(folder, name), _listed(folder, name)
+            if used_bytes + (size := _size(pages | rows)) > limit:
+                continue
+            used_bytes += size
+            inside |= pages
+            lists[listing] = lists.get(listing, {}) | rows
+            is_iteration = name.startswith("it_")
+            base = "../" if is_iteration else f"../evaluation/{name.replace('eval', 'it')}/"
+            sources |= dict.fromkeys(_pictures((pages | rows).values(), base))
+        for source in [source for source in sources if source not in pictures]:
+            file = picture_of(run_dir, source.removeprefix("../"))
+            data_url = thumbnail(run_dir / file) if file else None
+            size = len(data_url or "") + len(source) + _AROUND
+            if data_url is None or used_bytes + size > max_bytes:
+                left_out.add(source)
+                continue
+            used_bytes += size
+            pictures[source] = data_url
+    num_evaluations, num_iterations = (
+        sum(name in inside for name in each) for each in (evaluations, iterations)
+    )
+    note = (
+        f"A single file, small enough for a mail: it holds {num_evaluations} of "
+        f"{len(evaluations)} held-out evaluations, {num_iterations} of {len(iterations)} training "
+        f"iterations, and {len(pictures)} thumbnails; {len(left_out)} pictures of these did not "
+        "fit. The report in the run folder has everything."
+    )
+    scripts = [call(name, value) for name, value in (inside | lists).items() if name]
+    scripts.append(f"page.pictures = {literal(pictures)};")
+    # Our own scripts, whose data `literal` has escaped.
+    page = rendered(run_dir, index, list(map(Markup, scripts)), note)  # nosec B704
+    return page, f"{len(pictures)} thumbnails inside, {len(left_out)} pictures left out"
+
+
+def _listed(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """(name of the page for the list of groups, iteration -> its rows there) of the data page
+    `name`; ('', {}) if that is an evaluation."""
+    kind, _, number = name.partition("_")
+    if kind != "it":
+        return "", {}
+    page, iteration = f"find_{int(number) // CHUNK:06d}", str(int(number))
+    return page, {iteration: _read(folder, page)[iteration]}
+
+
+def _pages(folder: Path, name: str) -> dict[str, Any]:
+    """The data page `name` and the pages that continue its rows."""
+    first = _read(folder, name)
+    others = [f"{name}_{number}" for number in range(2, len(first["starts"]) + 1)]
+    return {name: first, **{other: _read(folder, other) for other in others}}
+
+
+def _read(folder: Path, name: str) -> Any:
+    return value_of(read_bytes(folder / f"{name}.js").decode())
+
+
+def _size(pages: Mapping[str, Any]) -> int:
+    """Size of the pages' scripts in bytes."""
+    return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
+
+
+def _pictures(pages: Iterable[Any], base: str) -> Iterator[str]:
+    """Picture paths of groups or held-out samples; `base`: the folder they are relative to."""
+    for page in pages:
+        for row in page["rows"]:
+            if isinstance(row, list):  # in the list of groups
+                row = {"src": None, "of": [{"img": file} for file in row[-1]], "bare": None}
+            files = [row["src"], *row.get("others", []), row.get("goal"), row.get("bimg")]
+            members = [*row["of"], row["bare"]] if "of" in row else [row]
+            files += [one["img"] for one in members if one]
+            yield from (f"{base}{file.partition('#')[0]}" for file in files if file)
+            if row.get("simg"):
+                yield f"../stock/{row['simg']}"
+
+
+def thumbnail(path: Path) -> str | None:
+    """A picture as a `data:` URL; None if it cannot be read. A sheet of thumbnails stays as it is,
+    because its parts are named by their pixels."""
+    try:
+        if path.suffix == ".webp":
+            return "data:image/webp;base64," + base64.b64encode(read_bytes(path)).decode()
+        with open_picture(path) as image:
+            small = image.convert("RGB")
+            small.thumbnail((_SIDE_PX, _SIDE_PX))
+    except (OSError, ValueError, DecompressionBombError):
+        return None
+    encoded = io.BytesIO()
+    small.save(encoded, "WEBP", quality=_QUALITY)
+    return "data:image/webp;base64," + base64.b64encode(encoded.getvalue()).decode()
+
+
+# ---- all runs ------------------------------------------------------------------------------------
+# Writes `<folder>/all_runs.html`, a table of the folder's runs to sort and filter.
+
+COLUMNS = {"eval/reward": "held-out", "reward/mean": "training"}
+
+
+def write_all_runs(folder: Path) -> Path:
+    """Write the page; returns its path. Raises ValueError if `folder` holds no run."""
+    found = [summarise(path) for path in folders(folder)] if folder.is_dir() else []
+    runs = [run for run in found if not run.problem and run.path != folder]
+    if not runs:
+        raise ValueError(f"{folder}: no runs in it; name the folder that holds the run folders")
+    configs = [flat(read_config(run.path)) for run in runs]
+    page = template("all_runs.html.j2").render(
+        folder=str(folder),
+        runs=list(map(_row, runs, differing(configs))),
+        curves=COLUMNS,
+        css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
+        script=Markup((PAGE_FOLDER / "all_runs.js").read_text("utf-8")),  # nosec B704
+    )
+    write_atomically(folder / "all_runs.html", without_lone_surrogates(page))
+    return folder / "all_runs.html"
+
+
+def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """For each config, its values that are not the most frequent ones; '-': it lacks the key."""
+    unlike: list[dict[str, str]] = [{} for _ in configs]
+    for key in sorted({key for config in configs for key in config} - {*NAMING}):
+        values = [config.get(key, "-") for config in configs]
+        usual = Counter(values).most_common(1)[0][0]
+        for found, value in zip(unlike, values, strict=True):
+            if value != usual:
+                found[key] = value
+    return unlike
+
+
+def _row(run: Summary, settings: Mapping[str, str]) -> dict[str, Any]:
+    metrics, _ = named_rows(run.path / "metrics.jsonl", "iteration")
+    page = run.path / "report" / "index.html"
+    return {
+        "run": run,
+        "link": quote(f"{run.path.name}/report/index.html") if page.is_file() else None,
+        "written": f"{datetime.fromtimestamp(run.written_s):%Y-%m-%d %H:%M}",
+        "sparklines": [sparkline(points(metrics, name)) for name in COLUMNS],
+        "settings": settings,
+    }
+
+
+def sparkline(series: list[tuple[float, float]]) -> str:
+    """`points` of an SVG polyline in a box of 100 x 24; rewards are 0 to 1."""
+    if not series:
+        return ""
+    series = [*series[: -1 : 1 + len(series) // MAX_POINTS], series[-1]]
+    first, last = series[0][0], series[-1][0]
+    return " ".join(
+        f"{100 * (x - first) / ((last - first) or 1):.1f},{23 - 22 * min(1, max(0, y)):.1f}"
+        for x, y in series
+    )

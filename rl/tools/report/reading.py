@@ -1,0 +1,404 @@
+"""Reads a run folder: iterations, episodes, curves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rl.config.loading import find_config
+from rl.config.schema import load_config
+from rl.files import private_folder, read_object, read_rows
+from rl.record.checkpoint import format_problem
+from rl.record.run_summary import not_a_run
+from rl.run.metric_table import doc_of
+
+# ---- reading -------------------------------------------------------------------------------------
+# Reads a run folder, even an incomplete or damaged one.
+
+Record = Mapping[str, Any]
+CONFIG_ENDINGS = (".jsonnet", ".libsonnet", ".json")
+_MAX_ITERATION = 10**9
+_MAX_NUMBER = 1e100
+_EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
+_EVALUATION = re.compile(r"it_(\d{6,})")
+MAX_SOURCES = 32
+"""Maximum number of source pictures on the page per sample; no policy reads that many."""
+_PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+"""A path that stays below its folder, and that a browser cannot mistake for a URL."""
+_BOX = re.compile(r"xywh=\d{1,5},\d{1,5},[1-9]\d{0,4},[1-9]\d{0,4}")
+"""A media fragment that selects a part of a picture, in px."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One held-out evaluation, as `rl/run/evaluation.py` wrote it."""
+
+    iteration: int
+    """Number of iterations done when the evaluation was made."""
+    folder: Path
+    records: Mapping[str, Record]
+    """Sample id -> record."""
+
+
+def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
+    """`run` itself if it is a folder, else the run folder of the config `run`. Raises ValueError if
+    there is no readable run; its message names the nearest."""
+    path = Path(run)
+    if not path.is_dir() and (path.suffix not in CONFIG_ENDINGS or find_config(path) is None):
+        raise ValueError(not_a_run(path))
+    if path.is_dir() and overrides:
+        raise ValueError(f"{overrides[0]}: {run} is a run; only a config takes key=value")
+    run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
+    if not (run_dir / "metrics.jsonl").is_file():
+        if run_dir != path:
+            raise ValueError(f"{run} has not been run: {run_dir} has no metrics.jsonl")
+        raise ValueError(not_a_run(run_dir))
+    if problem := format_problem(run_dir):
+        raise ValueError(problem)
+    return run_dir
+
+
+def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
+    as a last line cut short when the process was killed."""
+    rows, damaged = read_rows(path)
+    keyed = [row for row in rows if key in row]
+    if key == "iteration":
+        keyed = [row for row in keyed if type(it := row[key]) is int and 0 <= it <= _MAX_ITERATION]
+    return keyed, damaged
+
+
+def read_named(path: Path, key: str) -> list[dict[str, Any]]:
+    """The rows of `named_rows`; prints the numbers of damaged lines to stderr."""
+    rows, damaged = named_rows(path, key)
+    if damaged:
+        numbers = ", ".join(map(str, damaged))
+        print(f"{path}: damaged lines are left out: {numbers}", file=sys.stderr)
+    return rows
+
+
+def evaluation_folders(run_dir: Path) -> dict[int, Path]:
+    """Number of iterations done -> folder, in order, for all evaluations that have records."""
+    folder_of = {
+        int(match[1]): folder
+        for folder in run_dir.glob("evaluation/it_*")
+        if (match := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").exists()
+    }
+    return dict(sorted(folder_of.items()))
+
+
+def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
+    """The first and the last evaluation made after at most `until` iterations, or fewer if
+    there are fewer. Damaged lines are left out; the page's alarms count them."""
+    folders = [(it, folder) for it, folder in evaluation_folders(run_dir).items() if it <= until]
+    return [
+        Evaluation(
+            iteration,
+            folder,
+            {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
+        )
+        for iteration, folder in [*folders[:1], *folders[1:][-1:]]
+    ]
+
+
+def episode_files(run_dir: Path) -> dict[int, list[Path]]:
+    """Iteration -> its episode files, one per rank; iterations and ranks are in order."""
+    files_of: dict[int, list[tuple[int, Path]]] = {}
+    for path in run_dir.glob("episodes/it_*.jsonl"):
+        if match := _EPISODES.fullmatch(path.name):
+            files_of.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {it: [path for _, path in sorted(files)] for it, files in sorted(files_of.items())}
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """`config.json` of a run; {} if there is none, or no object in it."""
+    try:
+        return read_object(run_dir / "config.json") or {}
+    except FileNotFoundError:
+        return {}
+
+
+def picture(folder: Path, file: object) -> str | None:
+    """`file` if it is an existing picture below `folder`, reached without symlinks; else None."""
+    if not isinstance(file, str) or not _PICTURE.fullmatch(file):
+        return None
+    names = file.split("/")
+    steps = [folder.joinpath(*names[:count]) for count in range(1, len(names) + 1)]
+    if folder.parent.name == "evaluation":
+        steps.append(folder)
+    if any(step.is_symlink() for step in steps):
+        return None
+    return file if steps[len(names) - 1].is_file() else None
+
+
+def picture_of(run_dir: Path, place: object) -> str | None:
+    """`place` if it is a picture below a run folder, whose folder `images` may be a symlink, or a
+    part of one (`rl/record/run_record.py`); else None."""
+    if not isinstance(place, str):
+        return None
+    file, mark, box = place.partition("#")
+    if not _PICTURE.fullmatch(file) or (mark and not _BOX.fullmatch(box)):
+        return None
+    top, _, path_below = file.partition("/")
+    return place if path_below and picture(run_dir / top, path_below) else None
+
+
+def source_places(record: Record) -> list[tuple[object, object]]:
+    """(file, thumbnail) of each source picture that an episode's record names, unchecked."""
+    small = record.get("source_thumbnails")
+    small = small[:MAX_SOURCES] if isinstance(small, list) else []
+    return list(zip_longest([record.get("source_file"), *other_sources(record)], small))
+
+
+def other_sources(record: Record) -> list[object]:
+    """The source pictures that a record names, except the first."""
+    files = record.get("other_source_files")
+    return files[:MAX_SOURCES] if isinstance(files, list) else []
+
+
+def shown_of(record: Record) -> list[str]:
+    """Hashes of a held-out sample's pictures; [] in an older run's record."""
+    hashes = record.get("shown")
+    kept = hashes[:MAX_SOURCES] if isinstance(hashes, list) else []
+    return [digest for digest in kept if isinstance(digest, str)]
+
+
+def is_control(config: Mapping[str, Any]) -> bool:
+    """Whether a run's config shuffles its rewards."""
+    algorithm = config.get("algorithm")
+    return isinstance(algorithm, Mapping) and bool(algorithm.get("shuffle_rewards"))
+
+
+def words_of(record: Record) -> object:
+    """What the policy wrote, without its thought if there was one."""
+    return record.get("words", record.get("completion"))
+
+
+def number(value: object) -> float | None:
+    """`value` if it is a number small enough for sums to stay finite, else None; bools count."""
+    if not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:
+        return None
+    return float(value)
+
+
+# ---- curves --------------------------------------------------------------------------------------
+# Names a run's curves and computes their points.
+
+MAX_POINTS = 400
+"""Maximum number of points of a line; a longer one is averaged over equal spans."""
+Points = list[tuple[float, float]]
+"""(iteration, value)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric of a curve."""
+
+    metric: str
+    label: str
+    style: str = "main"
+    """'main', 'dash', 'dot' or 'dashdot'."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One chart with one to five lines."""
+
+    title: str
+    lines: Sequence[Line]
+    top: float | None = None
+    """Upper end of the y axis; None = the largest value."""
+
+
+CURVES = (
+    Curve(
+        "Held-out reward",
+        (
+            Line("eval/reward", "held-out prompts"),
+            Line("eval/stock_reward", "the untrained system", "dash"),
+            Line("eval/bare_reward", "the user's own words", "dot"),
+            Line("eval_reference/reward", "given reference descriptions", "dashdot"),
+        ),
+        1.0,
+    ),
+    Curve(
+        "Reward in training",
+        (Line("reward/mean", "sampled"), Line("bare_reward", "the user's own words", "dot")),
+        1.0,
+    ),
+    Curve("Gain over the untrained system", (Line("eval/gain_over_stock", "held-out prompts"),)),
+    Curve("Gain of thinking", (Line("eval/gain_of_thought", "held-out prompts"),)),
+    Curve(
+        "KL to the start", (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3"))
+    ),
+    Curve("Entropy", (Line("policy/entropy", "per token"),)),
+    Curve(
+        "Completion length",
+        (
+            Line("tokens/completion_mean", "mean"),
+            Line("tokens/completion_max", "longest", "dot"),
+            Line("thought/tokens_mean", "thought, mean", "dash"),
+        ),
+    ),
+    Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
+    Curve(
+        "Groups without spread of rewards",
+        (Line("groups/zero_spread", "without spread"), Line("groups/dead", "dead", "dash")),
+        1.0,
+    ),
+    Curve(
+        "Not graded",
+        (
+            Line("status/ungraded", "ungraded"),
+            Line("status/policy_failed", "policy failed", "dash"),
+            Line("eval/ungraded", "held-out, ungraded", "dot"),
+            Line("status/unreadable", "unreadable reply", "dashdot"),
+        ),
+    ),
+    Curve(
+        "Drift: reward that fixed prompts lost",
+        (
+            Line("drift/bare_fall", "the user's own words"),
+            Line("drift/reference_fall", "reference descriptions", "dash"),
+        ),
+    ),
+    Curve(
+        "Pictures that equal their source",
+        (
+            Line("pictures/copies", "share"),
+            Line("pictures/rewarded_copies", "with a reward of at least 0.5", "dash"),
+        ),
+    ),
+    Curve("Similarity to the source", (Line("pictures/similarity", "mean"),)),
+    Curve("Sharpness against the source", (Line("pictures/sharpness", "mean"),)),
+    Curve("Saturation against the source", (Line("pictures/saturation", "mean"),)),
+    Curve(
+        "What the reward pays for (correlation within groups)",
+        (
+            Line("reward/correlation/similarity", "similarity"),
+            Line("reward/correlation/sharpness", "sharpness", "dash"),
+            Line("reward/correlation/saturation", "saturation", "dot"),
+            Line("reward/correlation/length", "length", "dashdot"),
+        ),
+    ),
+    Curve(
+        "Share of the reward's variance in a group",
+        (
+            Line("reward/noise_variance_share", "rendering and judge"),
+            Line("reward/judge_variance_share", "judge", "dash"),
+        ),
+        1.0,
+    ),
+    Curve(
+        "Render pool",
+        (
+            Line("renderer/pool_workers", "workers that could draw"),
+            Line("renderer/pool_queue", "batches that waited", "dash"),
+            Line("renderer/pool_restarts", "workers lost", "dot"),
+            Line("renderer/pool_remote_share", "share of the pictures", "dashdot"),
+        ),
+    ),
+    Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
+    Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),
+)
+
+
+def points(metrics: Sequence[Record], name: str) -> Points:
+    """(iteration, value) of each row in which the metric `name` is a number."""
+    return [
+        (float(row["iteration"]), value)
+        for row in metrics
+        if (value := number(row.get(name))) is not None and number(row["iteration"]) is not None
+    ]
+
+
+def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str, Any]:
+    """All metrics of a run as columns, for the page's charts (`page/charts.js`), in at most
+    `MAX_POINTS` rows; a longer run's are averaged over equal spans, except the first and the last.
+    `num_pictures`: pictures per iteration, if known.
+
+    `it`: iterations; `hours`: hours since the start; `pictures`: pictures drawn; `of`: metric ->
+    value or None per row; `span`: iterations that a row averages; `docs`: metric -> (unit,
+    meaning).
+    """
+    rows = [row for row in metrics if number(row["iteration"]) is not None]
+    span = max(1, -(-(len(rows) - 2) // (MAX_POINTS - 2)))
+    middle = [rows[i : i + span] for i in range(1, len(rows) - 1, span)]
+    spans = [rows[:1], *middle, rows[-1:]] if len(rows) > 1 else [rows] * len(rows)
+    iterations = [_short(fmean(float(row["iteration"]) for row in each)) for each in spans]
+    seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
+    names = sorted({name for row in rows for name in row} - {"iteration"})
+    columns = {name: [mean(each, name) for each in spans] for name in names}
+    documented = ((name, doc_of(name)) for name in names)
+    return {
+        "it": iterations,
+        "hours": [_short(total / 3600) for total in accumulate(seconds)],
+        "pictures": num_pictures and [it * num_pictures for it in iterations],
+        "of": {name: column for name, column in columns.items() if set(column) != {None}},
+        "span": span,
+        "docs": {name: [doc.unit, doc.meaning] for name, doc in documented if doc},
+    }
+
+
+def mean(rows: Sequence[Record], name: str) -> float | None:
+    """Mean of a metric in the rows that have it, to six digits; None if no row has it."""
+    values = [value for row in rows if (value := number(row.get(name))) is not None]
+    return _short(fmean(values)) if values else None
+
+
+def _short(value: float) -> float:
+    """Six significant digits; whole numbers as such, which take fewer characters."""
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+# ---- folder --------------------------------------------------------------------------------------
+# Locks `<run>/report/` for one process at a time, and refuses symbolic links in it.
+
+MAX_WAIT_S = 30.0
+"""Longest wait for another report on this run; shorter than a run's limit for its last page."""
+_POLL_S = 0.1
+
+
+class BusyError(ValueError):
+    """Another report on the same run is being made."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder against other reports. Raises ValueError if the folder, its `data` or an
+    entry of either is a symbolic link, BusyError if it stays locked for `MAX_WAIT_S`."""
+    for inner in (folder, folder / "data"):
+        entries = inner.iterdir() if inner.is_dir() and not inner.is_symlink() else ()
+        for path in (inner, *entries):
+            if path.is_symlink():
+                raise ValueError(
+                    f"{path} is a link, which might lead out of the run folder; remove it"
+                )
+    private_folder(folder)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(folder / ".lock", flags, 0o600)
+    until_s = time.monotonic() + MAX_WAIT_S
+    try:
+        with suppress(OSError):  # a file system without locks
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise BusyError(f"{folder}: another report is being made there") from None
+                    time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
