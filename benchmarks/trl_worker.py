@@ -29,8 +29,8 @@ from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeClient
 from rl.judge.http import BackgroundLoop
-from rl.renderers import qwen_image_edit
-from rl.rewards import viescore
+from rl.renderers.qwen_image_edit import QwenImageEdit
+from rl.rewards.viescore import VieScore
 from rl.rollout.prompt_order import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
@@ -87,7 +87,7 @@ class TrlRun:
 
     def _make_reward(self, api_base: str) -> Any:
         judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
-        return viescore.VieScore(viescore.Config(type="viescore"), Resources(judge, "cpu"))
+        return VieScore(VieScore.Config(type="viescore"), Resources(judge, "cpu"))
 
     def _make_trainer(self, model: Any, folder: Path) -> Any:
         from datasets import Dataset
@@ -344,8 +344,8 @@ def ordered_samples(shape: Shape) -> list[Sample]:
 
 def make_renderer(folder: Path, shape: Shape) -> Any:
     """This project's renderer."""
-    config = qwen_image_edit.Config(**renderer_section(folder, shape))
-    return qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu"))
+    config = QwenImageEdit.Config(**renderer_section(folder, shape))
+    return QwenImageEdit(config, Resources(None, "cpu"))
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:

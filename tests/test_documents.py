@@ -31,7 +31,7 @@ import pytest
 from tiny_run import run_config
 
 from rl.config.schema import load_config
-from rl.rewards import edit_quality
+from rl.rewards.edit_quality import EditQuality
 from rl.tools.editor import Editor
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +235,7 @@ def test_the_image_editors_settings_are_those_of_the_shipped_config() -> None:
 
 
 def test_the_editors_reward_is_edit_quality() -> None:
-    config = edit_quality.Config()
+    config = EditQuality.Config()
     weights = (config.alignment_weight, config.quality_weight)
     formula = "reward = {} * alignment_score + {} * quality_score".format(*weights)
     assert line_of("qwen_image_edit", "reward =") == formula

@@ -19,8 +19,8 @@ from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae, QwenImageLoop
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from tiny_world.builder.models import SCHEDULER, make_transformer, make_vae
 
 STATE_DIM = 32
@@ -149,7 +149,7 @@ def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
 
 
 def make_renderer(parts: EditorParts, **changes: object) -> QwenImageLoop:
-    return QwenImageLoop(qwen_image_edit.Config(**{**TINY, **changes}), parts)
+    return QwenImageLoop(QwenImageEdit.Config(**{**TINY, **changes}), parts)
 
 
 def render_floats(renderer: QwenImageLoop, jobs: Sequence[RenderJob]) -> torch.Tensor:

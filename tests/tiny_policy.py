@@ -9,7 +9,8 @@ import torch
 
 from rl.api.policy import Policy, PolicySetup
 from rl.api.types import PromptTemplate
-from rl.policies import emu3, qwen2_5_vl
+from rl.policies import emu3
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 TEMPERATURE = 0.7
 """Temperature in `make_qwen` and `make_emu3`."""
@@ -27,11 +28,11 @@ def make_qwen(
     max_completion_tokens: int = 16,
     keeps_start: bool = False,
     **section: Any,
-) -> qwen2_5_vl.Qwen25VL:
+) -> Qwen25VL:
     """The policy of a run with an editor; `section`: keys of the policy's config."""
     section = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | section
-    return qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **section),
+    return Qwen25VL(
+        Qwen25VL.Config(type="qwen2_5_vl", model_path=folder, **section),
         PolicySetup(
             kind,
             template=template,
@@ -58,7 +59,7 @@ def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.E
     )
 
 
-def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
+def make_policy(folder: str, **section: Any) -> Qwen25VL:
     """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that has an effect."""
     policy = make_qwen(
         folder, "text", temperature=1.0, max_completion_tokens=12, **{"lora": LORA, **section}

@@ -14,7 +14,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rl.api.policy import PolicySetup
 from rl.api.types import PromptTemplate
-from rl.policies import qwen3_vl
+from rl.policies.qwen3_vl import Qwen3VL
 from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.language import qwen_config
 
@@ -55,11 +55,11 @@ def make_qwen3(
     template: PromptTemplate | None = SEVERAL,
     section: dict[str, Any] | None = None,
     **setup: Any,
-) -> qwen3_vl.Qwen3VL:
+) -> Qwen3VL:
     """The policy of a run with an editor; `section`: keys of the policy's config."""
     keys = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | (section or {})
     setup = {"temperature": TEMPERATURE, "max_completion_tokens": 16} | setup
-    return qwen3_vl.Qwen3VL(
-        qwen3_vl.Config(type="qwen3_vl", model_path=folder, **keys),
+    return Qwen3VL(
+        Qwen3VL.Config(type="qwen3_vl", model_path=folder, **keys),
         PolicySetup(kind, template=template, **setup),
     )

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 from rl.api.types import Completion, Prompt
 from rl.policies.qwen_vl.qwen_vl_policy import EMPTY_COMPLETION, TEXT_POSITIONS, QwenVL
-from rl.policies.qwen_vl.qwen_vl_prompts import Config
-
-__all__ = ["Config", "Qwen25VL"]
 
 
 class Qwen25VL(QwenVL):

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
-from rl.policies.qwen_vl.qwen_vl_prompts import Config, Tower
+from rl.policies.qwen_vl.qwen_vl_prompts import Tower
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Config", "Qwen3VL"]
 
 
 class DeepstackTower(Tower):

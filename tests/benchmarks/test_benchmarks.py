@@ -18,7 +18,7 @@ from benchmarks.meter import Meter
 from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from rl.meter import LanguageModel
-from rl.renderers import qwen_image_edit
+from rl.renderers.qwen_image_edit import QwenImageEdit
 
 
 class Clock:
@@ -123,7 +123,7 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     ]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     section = toy.renderer_section(folder, shape)
-    template = qwen_image_edit.QwenImageEdit.prompt_template(qwen_image_edit.Config(**section))
+    template = QwenImageEdit.prompt_template(QwenImageEdit.Config(**section))
     picture = "<|vision_start|><|image_pad|><|vision_end|>"
     ours = template.text.replace("{image}", picture).replace("{instruction}", row.instruction)
     assert chat == ours

@@ -15,7 +15,7 @@ from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.policies.shared import attention, trained_module
 from rl.ranks.dist import Dist
-from rl.renderers import qwen_image_edit
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.tools.check_gpu import gpu_steps
 from rl.tools.check_gpu.lines import Setup
 
@@ -157,8 +157,8 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     tokenizer = load_tokenizer(section)
     assert len(tokenizer) == 151_665
     for side_px, num_tokens in ((REAL.policy_px, 1543), (384, 370)):
-        renderer = qwen_image_edit.Config(type="", policy_image_area_px=side_px**2)
-        template = qwen_image_edit.QwenImageEdit.prompt_template(renderer)
+        renderer = QwenImageEdit.Config(type="", policy_image_area_px=side_px**2)
+        template = QwenImageEdit.prompt_template(renderer)
         prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
         sample = gpu_models.make_sample(bench, side_px, 0)
         prompt = prompts.prompt(sample, sample.instruction)

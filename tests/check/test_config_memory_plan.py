@@ -49,7 +49,7 @@ from rl.check.memory_plan import (
 )
 from rl.check.this_machine import host_memory_gb
 from rl.meter import Recompute
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
@@ -200,7 +200,7 @@ def test_a_real_forward_keeps_the_planned_bytes(
             max_completion_tokens=12,
             gradient_checkpointing=checkpointing,
         )
-        policy = qwen2_5_vl.Qwen25VL(qwen2_5_vl.Config.model_validate(section), setup)
+        policy = Qwen25VL(Qwen25VL.Config.model_validate(section), setup)
     planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
     assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
 

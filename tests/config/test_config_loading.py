@@ -13,7 +13,7 @@ from tiny_messages import holds
 from rl.config import loading
 from rl.config.loading import validate
 from rl.config.schema import ConfigError, load_config
-from rl.rewards import viescore
+from rl.rewards.viescore import VieScore
 
 
 def problems_of(path: Path, *overrides: str, env: dict[str, str] | None = None) -> list[str]:
@@ -215,5 +215,5 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_sections_own_message_gets_its_key() -> None:
     values = {"type": "viescore", "semantics_prompt": "/none.txt"}
-    _, [problem] = validate(viescore.Config, values, at="rewards.vie")
+    _, [problem] = validate(VieScore.Config, values, at="rewards.vie")
     assert holds(problem, "rewards.vie: semantics_prompt: ... /none.txt")

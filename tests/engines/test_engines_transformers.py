@@ -11,7 +11,7 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 TEMPERATURE = 0.7
 PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
@@ -20,8 +20,8 @@ PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_com
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-    config = qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=None)
-    return qwen2_5_vl.Qwen25VL(
+    config = Qwen25VL.Config(type="", model_path=folder, dtype="float32", lora=None)
+    return Qwen25VL(
         config,
         PolicySetup(
             "hidden_states",

@@ -17,7 +17,7 @@ from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import vllm as vllm_engine
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +29,10 @@ LORA = {"r": 4, "alpha": 6}
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-    config = qwen2_5_vl.Config(
+    config = Qwen25VL.Config(
         type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=192
     )
-    return qwen2_5_vl.Qwen25VL(
+    return Qwen25VL(
         config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=64)
     )
 

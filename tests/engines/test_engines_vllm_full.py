@@ -16,7 +16,7 @@ from rl.api.engine import EngineSetup
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines.vllm import vllm as vllm_engine
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def policy(tmp_path_factory):
     editor = tmp_path_factory.mktemp("editor")
     text_encoder = tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7, tied=True)
     text_encoder.save_pretrained(editor / "text_encoder")
-    config = qwen2_5_vl.Config(
+    config = Qwen25VL.Config(
         type="",
         model_path=folder,
         init_text_encoder_from=str(editor),
@@ -38,7 +38,7 @@ def policy(tmp_path_factory):
         lora=None,
         max_prompt_tokens=128,
     )
-    return qwen2_5_vl.Qwen25VL(
+    return Qwen25VL(
         config, PolicySetup("hidden_states", template=TEMPLATE, max_completion_tokens=12)
     )
 

@@ -20,8 +20,8 @@ from rl.api.plugin import Resources
 from rl.api.policy import PolicySetup
 from rl.model_files import align_weights
 from rl.policies import emu3
-from rl.renderers import qwen_image_edit
 from rl.renderers.emu3_vq import emu3_vq
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.sd3 import sd3
 
 Modules = list[torch.nn.Module]
@@ -43,8 +43,8 @@ def emu3_policy(folder: Path) -> Modules:
 
 def qwen_editor(folder: Path) -> Modules:
     tiny_editor.make_stock().save(folder)
-    config = qwen_image_edit.Config(**tiny_editor.TINY | {"model_path": str(displace(folder))})
-    parts = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts
+    config = QwenImageEdit.Config(**tiny_editor.TINY | {"model_path": str(displace(folder))})
+    parts = QwenImageEdit(config, Resources(None, "cpu")).loop.parts
     return [parts.transformer, parts.vae]
 
 

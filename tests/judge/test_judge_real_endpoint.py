@@ -25,7 +25,11 @@ from rl.judge import client
 from rl.judge.client import JudgeClient
 from rl.judge.http import JudgeHttp
 from rl.judge.reply import DIGITS
-from rl.rewards import edit_quality, expected_score, rubric, spatial_reward, viescore
+from rl.rewards.edit_quality import EditQuality
+from rl.rewards.expected_score import ExpectedScore
+from rl.rewards.rubric import Rubric
+from rl.rewards.spatial_reward import SpatialReward
+from rl.rewards.viescore import VieScore
 
 pytestmark = pytest.mark.slow
 
@@ -85,14 +89,14 @@ def graded(
 
 @pytest.mark.parametrize("guided", ["never", "always"])
 @pytest.mark.parametrize(
-    ("plugin", "count"), [(viescore, 2), (edit_quality, 3), (rubric, 1), (spatial_reward, 2)]
+    ("plugin", "count"), [(VieScore, 2), (EditQuality, 3), (Rubric, 1), (SpatialReward, 2)]
 )
 def test_questions_for_written_scores_are_accepted(
     url: str, tmp_path: Path, plugin: Any, count: int, guided: str
 ) -> None:
     """This model writes other words; under a schema it writes white space until it is cut."""
     config: dict[str, Any] = {}
-    if plugin is rubric:
+    if plugin is Rubric:
         (tmp_path / "mine.txt").write_text("Was {instruction} done?")
         config = {"prompt": str(tmp_path / "mine.txt"), "scores": {"success": {"high": 5}}}
     output, asking = graded(url, plugin, guided=guided, **config)
@@ -115,7 +119,7 @@ def test_legal_mass_is_a_share_of_the_whole_vocabulary(
 
     monkeypatch.setattr(JudgeHttp, "request", noting)
     monkeypatch.setattr(client, "TOP_LOGPROBS", -1)
-    output, _ = graded(url, expected_score, min_legal_mass=1e-12)
+    output, _ = graded(url, ExpectedScore, min_legal_mass=1e-12)
     assert len(bodies) == 2
     masses = []
     for body in bodies:
@@ -129,6 +133,6 @@ def test_legal_mass_is_a_share_of_the_whole_vocabulary(
 
 
 def test_a_label_that_is_not_returned_counts_as_0(url: str) -> None:
-    output, _ = graded(url, expected_score)
+    output, _ = graded(url, ExpectedScore)
     assert (output.failure or "").startswith("unreadable: 0 of the first token's probability")
     assert [json.loads(reply)["logprobs"] for reply in output.replies] == [{}, {}]

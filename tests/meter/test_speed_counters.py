@@ -24,7 +24,10 @@ from rl.config.schema import RunConfig
 from rl.files import png_bytes
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
-from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
+from rl.rewards.edit_quality import EditQuality
+from rl.rewards.ground_score import GroundScore
+from rl.rewards.viescore import VieScore
+from rl.rewards.viescore_t2i import VieScoreT2I
 from rl.rollout.stream import Rollout
 from rl.run.run import Run
 from rl.run.set_up import open_run
@@ -81,7 +84,7 @@ def negative_prompts(policy: Any) -> list[Any]:
 
 # --- the judge ---------------------------------------------------------------------------------
 
-JUDGED: dict[ModuleType, int] = {viescore: 2, viescore_t2i: 2, edit_quality: 3, ground_score: 1}
+JUDGED: dict[ModuleType, int] = {VieScore: 2, VieScoreT2I: 2, EditQuality: 3, GroundScore: 1}
 """Questions per picture."""
 REPLY = Fault(reply='{"score": [5, 5], "alignment": 0.5, "quality": 0.5}')
 
@@ -128,12 +131,12 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     contents = [request["messages"][0]["content"] for request in judge.requests]
     assert len(contents) == JUDGED[plugin] * len(pictures)
     shared_parts = Counter(str(content[:-1]) for content in contents)
-    num_kinds = 2 if plugin in (viescore, viescore_t2i) else 1
+    num_kinds = 2 if plugin in (VieScore, VieScoreT2I) else 1
     assert set(shared_parts.values()) == {len(contents) // num_kinds}
     assert len(shared_parts) == num_kinds
     last_parts = Counter(str(content[-1]) for content in contents)
     assert set(last_parts.values()) == {JUDGED[plugin]} and len(last_parts) == len(pictures)
-    num_shared_pictures = 0 if plugin is viescore_t2i else 1  # the source, or the reference
+    num_shared_pictures = 0 if plugin is VieScoreT2I else 1  # the source, or the reference
     assert len(encoded) == len(pictures) + num_shared_pictures and set(encoded.values()) == {1}
 
 

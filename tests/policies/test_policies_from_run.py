@@ -15,7 +15,7 @@ import torch
 
 from rl import build
 from rl.config.schema import load_config
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
 from rl.run.set_up import with_start
@@ -44,13 +44,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def make(**section: Any) -> qwen2_5_vl.Qwen25VL:
+def make(**section: Any) -> Qwen25VL:
     return tiny_policy.make_qwen(str(tiny_config.WEIGHTS / "policy"), "text", **section)
 
 
 def problems(**section: Any) -> list[str]:
     values = tiny_config.shipped("quickstart", *CHANGES).policy | section
-    return qwen2_5_vl.Qwen25VL.problems(qwen2_5_vl.Config(**values), None)
+    return Qwen25VL.problems(Qwen25VL.Config(**values), None)
 
 
 def test_the_newest_adapter_is_loaded(trained: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_edit_uses_the_trained_adapter_only() -> None:
     assert section == {"type": "qwen2_5_vl", "adapter_path": "adapter"}
 
 
-def logprobs(policy: qwen2_5_vl.Qwen25VL) -> torch.Tensor:
+def logprobs(policy: Qwen25VL) -> torch.Tensor:
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     with torch.no_grad():
         return policy.module(policy.collate([(prompt, (20, 30, 40))])).logprobs

@@ -7,7 +7,8 @@ from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.types import PackedGroup, Prompt, Sample
-from rl.policies import emu3, qwen2_5_vl
+from rl.policies import emu3
+from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.shared import attention as kernels
 from rl.policies.shared import packing as packing
 from rl.policies.shared.attention import Packing, attention
@@ -186,7 +187,7 @@ def test_the_kernel_is_chosen_by_device_and_dtype():
 
 
 def test_an_attention_kernel_that_cannot_run_is_a_config_problem(tmp_path):
-    for plugin in (qwen2_5_vl.Qwen25VL, emu3.Emu3):
+    for plugin in (Qwen25VL, emu3.Emu3):
         section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
         assert plugin.problems(plugin.Config(**section), None) == []
         for wrong in ({"dtype": "float32"}, {"device": "cpu"}):

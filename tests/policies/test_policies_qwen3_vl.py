@@ -20,7 +20,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import PolicySetup
 from rl.meter import LanguageModel, prefix_tree_pairs
-from rl.policies import qwen2_5_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 """Completion lengths of three groups."""
@@ -132,8 +132,8 @@ def test_a_saved_adapter_can_be_loaded_and_names_its_class(folder: str, tmp_path
 def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> None:
     """The config is checked when the policy is built."""
     with pytest.raises(ValueError, match=r"is a 'qwen3_vl', which policy.type 'qwen2_5_vl' does"):
-        qwen2_5_vl.Qwen25VL(
-            qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, dtype="float32"),
+        Qwen25VL(
+            Qwen25VL.Config(type="qwen2_5_vl", model_path=folder, dtype="float32"),
             PolicySetup("text"),
         )
 

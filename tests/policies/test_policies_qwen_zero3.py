@@ -26,7 +26,8 @@ from tiny_learner import (
 
 from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
-from rl.policies import qwen2_5_vl, qwen3_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen3_vl import Qwen3VL
 from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
 from rl.ranks.dist import Dist
 
@@ -67,7 +68,7 @@ def make_policy(folder: str, kind: str, adapter: str = "") -> QwenVL:
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     section["adapter_path"] = adapter
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
-    plugin: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
+    plugin: type[QwenVL] = Qwen3VL if is_qwen3 else Qwen25VL
     policy = plugin(
         plugin.Config(**section),
         PolicySetup(

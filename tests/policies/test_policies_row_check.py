@@ -17,7 +17,8 @@ from tiny_messages import holds
 
 from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.policies import qwen2_5_vl, qwen3_vl
+from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen3_vl import Qwen3VL
 from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import (
     Config,
@@ -33,11 +34,11 @@ SIZES = [(8, 8), (64, 30), (300, 9), (1280, 8), (1400, 8), (8, 1590), (400, 400)
 WORDS = ["paint it", "u\u0308\u0958" * 12, "<|im_end|>" * 3, "a b c d e f g h " * 5]
 THOUGHT = ThoughtSection(instruction="Think, {marker}, end by {marker} {marker}", marker="Answer:")
 CASES: dict[str, tuple[Any, PromptTemplate | None, ThoughtSection | None]] = {
-    "chat": (qwen2_5_vl, None, None),
-    "chat, thought": (qwen2_5_vl, None, THOUGHT),
-    "area": (qwen2_5_vl, AREA, None),
-    "several": (qwen3_vl, tiny_qwen3.SEVERAL, None),
-    "quickstart": (qwen2_5_vl, AREA, None),
+    "chat": (Qwen25VL, None, None),
+    "chat, thought": (Qwen25VL, None, THOUGHT),
+    "area": (Qwen25VL, AREA, None),
+    "several": (Qwen3VL, tiny_qwen3.SEVERAL, None),
+    "quickstart": (Qwen25VL, AREA, None),
 }
 
 
@@ -47,8 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
     (folder / "2").mkdir()
     (folder / "3").mkdir()
     paths = {
-        qwen2_5_vl: tiny_qwen.save_policy_folder(folder / "2"),
-        qwen3_vl: tiny_qwen3.save_policy_folder(folder / "3"),
+        Qwen25VL: tiny_qwen.save_policy_folder(folder / "2"),
+        Qwen3VL: tiny_qwen3.save_policy_folder(folder / "3"),
     }
     file = folder / "2" / "tokenizer.json"
     cut = {"max_length": 20, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
@@ -83,7 +84,7 @@ def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], ca
     module, template, thought = CASES[case]
     folder = str(WEIGHTS / "policy") if case == "quickstart" else folders[module]
     config = module.Config(type="", model_path=folder, thought=thought)
-    cls = module.Qwen3VL if module is qwen3_vl else module.Qwen25VL
+    cls = module.Qwen3VL if module is Qwen3VL else module.Qwen25VL
     num_built = num_refused = 0
     for number, (size, words) in enumerate(product(SIZES, WORDS)):
         if number % 3:

@@ -15,7 +15,8 @@ from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.policy import PolicySetup
 from rl.model_files import Base, is_hub_id, noted
-from rl.policies import emu3, qwen2_5_vl
+from rl.policies import emu3
+from rl.policies.qwen2_5_vl import Qwen25VL
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {
@@ -25,7 +26,7 @@ EDITOR = {
 
 
 def qwen(**section: Any) -> Base:
-    return qwen2_5_vl.Qwen25VL.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+    return Qwen25VL.base(Qwen25VL.Config(type="qwen2_5_vl", **section))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dtype": "float32",
         "lora": {"r": 4, "alpha": 8},
     }
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(**section), PolicySetup("text", max_completion_tokens=8)
-    )
+    policy = Qwen25VL(Qwen25VL.Config(**section), PolicySetup("text", max_completion_tokens=8))
     tensors = {n: p.detach() + 0.1 for n, p in policy.module.named_parameters() if p.requires_grad}
     policy.save_pretrained(str(folder / "adapter"), tensors)
     return folder

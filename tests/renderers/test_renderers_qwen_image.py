@@ -24,9 +24,9 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.plugin import Resources
-from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import qwen_image_loop
 from rl.renderers.qwen_image.qwen_image_loop import EditorParts
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.shared.diffusion_loop import seeded_noise
 from rl.renderers.shared.diffusion_renderer import SchedulerOverrides, override_scheduler, prepared
 
@@ -64,7 +64,7 @@ def test_the_loop_equals_the_stock_pipeline(
 def test_the_defaults_equal_the_stock_settings(stock: StockParts, parts: EditorParts) -> None:
     """Uses the real condition size of 1024^2 px for a 3:2 source, and the config's defaults."""
     job = make_job(make_picture(3, 96, 64), 9, noise_seed=3, negative_length=4)
-    config = qwen_image_edit.Config(
+    config = QwenImageEdit.Config(
         type="qwen_image_edit", dtype="float32", num_steps=2, height_px=32, width_px=64
     )
     ((_, picture),) = qwen_image_loop.QwenImageLoop(config, parts).render([job])
@@ -86,8 +86,8 @@ def test_bfloat16_is_as_close_to_float32_as_stock(tmp_path: Path, stock: StockPa
         stock.scheduler,
     )
     half.save(tmp_path)
-    config = qwen_image_edit.Config(**TINY | {"model_path": str(tmp_path), "dtype": "bfloat16"})
-    renderer = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop
+    config = QwenImageEdit.Config(**TINY | {"model_path": str(tmp_path), "dtype": "bfloat16"})
+    renderer = QwenImageEdit(config, Resources(None, "cpu")).loop
     dtypes = {tensor.dtype for tensor in renderer.parts.vae.state_dict().values()}
     assert dtypes | {renderer.parts.transformer.dtype} == {torch.bfloat16}
 

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
-from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import qwen_image_denoiser
 from rl.renderers.qwen_image.qwen_image_denoiser import (
     EIGHT_BITS,
@@ -29,6 +28,7 @@ from rl.renderers.qwen_image.qwen_image_denoiser import (
     round_blocks,
 )
 from rl.renderers.qwen_image.qwen_image_loop import FrameVae, prepare_transformer
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.shared.diffusion_loop import to_pictures
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
@@ -122,14 +122,12 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     """A 'meta' device stands for the GPU."""
     tiny_editor.make_stock().save(tmp_path)
     settings = tiny_editor.TINY | {"model_path": str(tmp_path), "device": "meta"}
-    config = qwen_image_edit.Config(**settings)
-    transformer = qwen_image_edit.QwenImageEdit(
-        config, Resources(None, "cpu")
-    ).loop.parts.transformer
+    config = QwenImageEdit.Config(**settings)
+    transformer = QwenImageEdit(config, Resources(None, "cpu")).loop.parts.transformer
     on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
     assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}
     on_device = sum(p.numel() for p in transformer.parameters() if p.device.type == "meta")
-    assert on_device == qwen_image_edit.QwenImageEdit.parameter_counts(config)["transformer"]
+    assert on_device == QwenImageEdit.parameter_counts(config)["transformer"]
 
 
 @torch.no_grad()
@@ -210,7 +208,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
 
     monkeypatch.setattr(qwen_image_denoiser, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
-    config = qwen_image_edit.Config(type="x", fp8="storage")
+    config = QwenImageEdit.Config(type="x", fp8="storage")
     prepare_transformer(transformer, config, "meta", move_without_modulation)
     assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
@@ -226,7 +224,7 @@ def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> N
     rounded = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.03
     half, whole = (
-        qwen_image_edit.QwenImageEdit.parameter_counts(qwen_image_edit.Config(type="x", fp8=mode))
+        QwenImageEdit.parameter_counts(QwenImageEdit.Config(type="x", fp8=mode))
         for mode in ("storage", "off")
     )
     assert half == whole | {"transformer": whole["transformer"] / 2}

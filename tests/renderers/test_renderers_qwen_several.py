@@ -17,8 +17,9 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL, apart
 
 from rl.api.types import RenderFailure, RenderJob
-from rl.renderers import qwen_image_edit, qwen_image_edit_plus
 from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
+from rl.renderers.qwen_image_edit import QwenImageEdit
+from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
 
 SIZES = ((128, 64), (64, 96), (64, 64))
 PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))
@@ -32,7 +33,7 @@ def job_of(pictures: Sequence[Image.Image], **more: Any) -> RenderJob:
 
 def plus(stock: StockParts, **changes: Any) -> QwenImageLoop:
     values = TINY | {"type": "qwen_image_edit_plus", "max_pictures": 3} | changes
-    config = qwen_image_edit_plus.Config.model_validate(values)
+    config = QwenImageEditPlus.Config.model_validate(values)
     return QwenImageLoop(config, stock.ours(), config.max_pictures)
 
 
@@ -93,7 +94,7 @@ def test_a_transparent_source_is_placed_on_white(stock: StockParts) -> None:
 
 
 def test_more_sources_than_the_renderer_reads_are_a_failure(stock: StockParts) -> None:
-    config = qwen_image_edit.Config.model_validate(TINY)
+    config = QwenImageEdit.Config.model_validate(TINY)
     for renderer, max_pictures in (
         (plus(stock, max_pictures=2), 2),
         (QwenImageLoop(config, stock.ours()), 1),

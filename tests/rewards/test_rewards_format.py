@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from tiny_rewards import grade_of
 
-from rl.rewards import format as plugin
+from rl.rewards.format import Format
 
 GOOD = "<think>two and two</think><answer>4</answer>"
 
@@ -22,7 +22,7 @@ GOOD = "<think>two and two</think><answer>4</answer>"
     ],
 )
 def test_the_required_form_scores_1(text: str) -> None:
-    assert grade_of(plugin, text).value == 1.0
+    assert grade_of(Format, text).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_the_required_form_scores_1(text: str) -> None:
     ],
 )
 def test_any_other_form_scores_0(text: str) -> None:
-    grade = grade_of(plugin, text)
+    grade = grade_of(Format, text)
     assert grade.value == 0.0 and grade.failure is None
 
 
 def test_the_tags_are_configurable() -> None:
     text = "<plan>two</plan><final>4</final>"
-    assert grade_of(plugin, text, think_tag="plan", answer_tag="final").value == 1.0
-    assert grade_of(plugin, text).value == 0.0
+    assert grade_of(Format, text, think_tag="plan", answer_tag="final").value == 1.0
+    assert grade_of(Format, text).value == 0.0
     with pytest.raises(ValidationError, match="think_tag"):
-        plugin.Config(think_tag="<think>")
+        Format.Config(think_tag="<think>")
 
 
 def test_a_hostile_completion_is_read_in_linear_time() -> None:
@@ -67,6 +67,6 @@ def test_a_hostile_completion_is_read_in_linear_time() -> None:
     seconds = []
     for num in (20_000, 160_000):
         start_s = time.perf_counter()
-        assert grade_of(plugin, "<think>" * num + "</think>" * num).value == 0.0
+        assert grade_of(Format, "<think>" * num + "</think>" * num).value == 0.0
         seconds.append(time.perf_counter() - start_s)
     assert seconds[1] < 24 * seconds[0] + 0.1

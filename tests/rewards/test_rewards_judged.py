@@ -22,18 +22,16 @@ from rl.api.types import Region, RewardInput, Sample
 from rl.config.loading import validate
 from rl.judge.client import JudgeRefused
 from rl.judge.reply import UnreadableReplyError
-from rl.rewards import (
-    edit_quality,
-    expected_score,
-    ground_score,
-    rubric,
-    spatial_reward,
-    viescore,
-    viescore_t2i,
-)
+from rl.rewards.edit_quality import EditQuality
+from rl.rewards.expected_score import ExpectedScore
+from rl.rewards.ground_score import GroundScore
+from rl.rewards.rubric import Rubric
 from rl.rewards.shared.judging import PROMPTS
+from rl.rewards.spatial_reward import SpatialReward, read_grounded
+from rl.rewards.viescore import VieScore
+from rl.rewards.viescore_t2i import VieScoreT2I
 
-REWARDS = [viescore, viescore_t2i, edit_quality, ground_score, spatial_reward, expected_score]
+REWARDS = [VieScore, VieScoreT2I, EditQuality, GroundScore, SpatialReward, ExpectedScore]
 
 
 def score(*numbers: float) -> str:
@@ -71,48 +69,48 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
     ("reward", "config", "replies", "value", "parts"),
     [
         # SC = min(9, 4) = 4, PQ = min(8.5, 9) = 8.5, overall = sqrt(34) = 5.8310.
-        (viescore, {}, [score(9, 4), score(8.5, 9)], 0.5830951895, {
+        (VieScore, {}, [score(9, 4), score(8.5, 9)], 0.5830951895, {
             "edit_success": 9, "over_edit": 4, "naturalness": 8.5, "artifacts": 9,
             "sc": 4, "pq": 8.5, "overall": 5.830951895, "sc_01": 0.4, "pq_01": 0.85,
         }),
-        (viescore, {}, [score(0, 10), score(10, 10)], 0.0, {"sc_01": 0, "pq_01": 1}),
-        (viescore, {}, [score(10, 10)], 1.0, {"overall": 10}),
+        (VieScore, {}, [score(0, 10), score(10, 10)], 0.0, {"sc_01": 0, "pq_01": 1}),
+        (VieScore, {}, [score(10, 10)], 1.0, {"overall": 10}),
         # Readings 0.5 and 1.0; the third question about meaning is unreadable.
-        (viescore, {"n_evals": 3, "temperature": 0.7},
+        (VieScore, {"n_evals": 3, "temperature": 0.7},
          [*[score(5, 5)] * 2, *[score(10, 10)] * 2, "no idea", score(1, 1)],
          0.75, {"edit_success": 7.5}),
         # SC = 4, PQ = min(9, 10) = 9, overall = sqrt(36) = 6.
-        (viescore_t2i, {}, [score(4), score(9, 10)], 0.6, {
+        (VieScoreT2I, {}, [score(4), score(9, 10)], 0.6, {
             "prompt_following": 4, "naturalness": 9, "artifacts": 10,
             "sc": 4, "pq": 9, "overall": 6, "sc_01": 0.4, "pq_01": 0.9,
         }),
         # alignment (.9 + .6 + .3)/3 = .6, quality (1 + .5 + .6)/3 = .7, .6*.6 + .4*.7 = .64.
-        (edit_quality, {}, [marks(0.9, 1), marks(0.6, 0.5), marks(0.3, 0.6)],
+        (EditQuality, {}, [marks(0.9, 1), marks(0.6, 0.5), marks(0.3, 0.6)],
          0.64, {"alignment": 0.6, "quality": 0.7}),
-        (edit_quality, {}, [marks(1, 1), marks(7, 0.5), marks(0.5, 0)],
+        (EditQuality, {}, [marks(1, 1), marks(7, 0.5), marks(0.5, 0)],
          0.6 * 0.75 + 0.4 * 0.5, {"alignment": 0.75, "quality": 0.5}),
         # (3 * .5 + 1 * 1) / 4 = .625.
-        (edit_quality, {"n_evals": 1, "alignment_weight": 3, "quality_weight": 1},
+        (EditQuality, {"n_evals": 1, "alignment_weight": 3, "quality_weight": 1},
          [marks(0.5, 1)], 0.625, {"alignment": 0.5}),
-        (ground_score, {}, ['{"score": 7.5}'], 0.75, {"score": 7.5}),
+        (GroundScore, {}, ['{"score": 7.5}'], 0.75, {"score": 7.5}),
         # SC = (.6 * 20 + .4 * 10) / 2.5 = 6.4, PQ = (15 + 20) / 5 = 7, overall = 6.4^.8 * 7^.2.
-        (spatial_reward, {}, [grounded(), score(15, 20)], 0.6515738, {
+        (SpatialReward, {}, [grounded(), score(15, 20)], 0.6515738, {
             "edit_success": 20, "over_edit": 10, "naturalness": 15, "artifacts": 20,
             "sc": 6.4, "pq": 7, "overall": 6.515738, "sc_01": 0.64, "pq_01": 0.7,
         }),
-        (spatial_reward, {}, [grounded(score=(25, 25)), score(25, 25)], 1.0, {}),
+        (SpatialReward, {}, [grounded(score=(25, 25)), score(25, 25)], 1.0, {}),
         # P(success = 9) = .6/.95 = .63158; restraint is 9 or 6: E[min] = .63158 * 7.5, of 9.
         # Entropies: -.63158 ln .63158 - .36842 ln .36842 = .65811, and ln 2.
-        (expected_score, {}, [labelled({9: 0.6, 0: 0.35}), labelled({9: 0.5, 6: 0.5})], 0.5263158, {
+        (ExpectedScore, {}, [labelled({9: 0.6, 0: 0.35}), labelled({9: 0.5, 6: 0.5})], 0.5263158, {
             "success": 0.6315789, "restraint": 0.8333333, "expected_minimum": 0.5263158,
             "success_entropy": 0.6581100, "restraint_entropy": 0.6931472, "legal_mass": 0.95,
         }),
-        (expected_score, {"min_legal_mass": 0.8}, [labelled({0: 0.4, 9: 0.4})], 0.25, {}),
+        (ExpectedScore, {"min_legal_mass": 0.8}, [labelled({0: 0.4, 9: 0.4})], 0.25, {}),
         # success 4/5 = .8, identity (0 + 1)/2 = .5; (3 * .8 + .5) / 4 = .725.
-        (rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
-        (rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
+        (Rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
+        (Rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
         # sqrt(min(.8, .3) * .5)
-        (rubric, RUBRIC | {"combine": "sqrt_min", "scores": {
+        (Rubric, RUBRIC | {"combine": "sqrt_min", "scores": {
             "success": {"high": 5, "group": "a"}, "keeps": {"group": "a"},
             "identity": {"low": -1, "high": 1}}}, [RATED], 0.3872983, {"overall": 0.3872983}),
     ],
@@ -132,8 +130,8 @@ def test_a_grade_is_computed_from_replies_by_hand(
 
 def test_the_value_of_each_reading_is_kept() -> None:
     judge = ScriptedJudge(marks(0.9, 1), marks(0.6, 0.5), marks(0.3, 0.6))
-    assert grade(edit_quality, judge).readings == pytest.approx((0.94, 0.56, 0.42))
-    assert grade(ground_score, ScriptedJudge('{"score": 7.5}')).readings == (), "one reading"
+    assert grade(EditQuality, judge).readings == pytest.approx((0.94, 0.56, 0.42))
+    assert grade(GroundScore, ScriptedJudge('{"score": 7.5}')).readings == (), "one reading"
 
 
 UNGROUNDED = [
@@ -162,12 +160,12 @@ UNGROUNDED = [
 @pytest.mark.parametrize(
     ("reward", "replies"),
     [
-        (viescore, ["no idea", score(5, 5)]),
-        (viescore, [score(5, 5), "no idea"]),
-        (viescore_t2i, [score(4, 4), score(9, 10)]),  # two scores where one was asked
-        (edit_quality, ["seven"]),
-        (expected_score, [labelled({7: 0.5}), labelled({7: 0.95})]),
-        *((spatial_reward, [reply, score(5, 5)]) for reply in UNGROUNDED),
+        (VieScore, ["no idea", score(5, 5)]),
+        (VieScore, [score(5, 5), "no idea"]),
+        (VieScoreT2I, [score(4, 4), score(9, 10)]),  # two scores where one was asked
+        (EditQuality, ["seven"]),
+        (ExpectedScore, [labelled({7: 0.5}), labelled({7: 0.95})]),
+        *((SpatialReward, [reply, score(5, 5)]) for reply in UNGROUNDED),
     ],
 )
 def test_one_unreadable_reply_is_ungraded(reward: ModuleType, replies: list[str]) -> None:
@@ -186,7 +184,7 @@ numbers = st.one_of(st.integers(-5, 1100), st.floats(), st.booleans(), st.none()
 @given(st.lists(st.lists(numbers, max_size=5), max_size=3), st.lists(numbers, max_size=3))
 def test_only_two_numbers_under_score_become_scores(corners: Any, marks: Any) -> None:
     try:
-        read = spatial_reward.read_grounded(grounded(*(box(*c) for c in corners), score=marks))
+        read = read_grounded(grounded(*(box(*c) for c in corners), score=marks))
     except UnreadableReplyError:
         return
     assert list(read) == marks and all(0 <= mark <= 25 for mark in read)
@@ -198,10 +196,10 @@ def test_only_two_numbers_under_score_become_scores(corners: Any, marks: Any) ->
 def test_repeats_use_other_seeds_and_the_rewards_temperature() -> None:
     evidence = RewardInput(Sample("a", EDIT, sources=SOURCES[:1]), "a rewriting", RESULT)
     with FaultyJudge(after=Fault(reply=marks(1, 1))) as judge:
-        ask(edit_quality, judge, evidence, max_concurrency=1)
-        ask(edit_quality, judge, evidence, {"n_evals": 1, "temperature": None})
+        ask(EditQuality, judge, evidence, max_concurrency=1)
+        ask(EditQuality, judge, evidence, {"n_evals": 1, "temperature": None})
         with pytest.raises(ValueError, match=r"n_evals=3 .*temperature 0"):
-            ask(edit_quality, judge, evidence, {"temperature": None})
+            ask(EditQuality, judge, evidence, {"temperature": None})
     assert [r["seed"] for r in judge.requests] == [0, 1000, 2000, 0]
     assert [r["temperature"] for r in judge.requests] == [0.7] * 3 + [0.0]
 
@@ -223,18 +221,18 @@ def prompt(name: str) -> str:
 
 
 QUESTIONS: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
-    (viescore, [
+    (VieScore, [
         (SOURCES[0], prompt("viescore_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
-    (viescore_t2i, [
+    (VieScoreT2I, [
         (prompt("viescore_t2i_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
-    (edit_quality, [(SOURCES[0], prompt("edit_quality"), RESULT)]),
-    (ground_score, [(TARGET, prompt("ground_score"), RESULT)]),
-    (spatial_reward, [
+    (EditQuality, [(SOURCES[0], prompt("edit_quality"), RESULT)]),
+    (GroundScore, [(TARGET, prompt("ground_score"), RESULT)]),
+    (SpatialReward, [
         (SOURCES[0], RESULT, prompt("spatial_semantics")), (RESULT, prompt("spatial_perception")),
     ]),
-    (expected_score, [
+    (ExpectedScore, [
         (SOURCES[0], RESULT, prompt(name) + "\n\nAnswer with one digit from 0 (worst) to 9 (best) "
          "and nothing else.") for name in ("expected_success", "expected_restraint")
     ]),
@@ -251,13 +249,13 @@ def questions_of(reward: ModuleType, num_sources: int, **config: Any) -> list[tu
 @pytest.mark.parametrize(("reward", "questions"), QUESTIONS)
 def test_the_judge_gets_exact_prompts(reward: ModuleType, questions: list[Any]) -> None:
     assert questions_of(reward, 1) == questions
-    if reward in (ground_score, viescore_t2i):  # they show no source
+    if reward in (GroundScore, VieScoreT2I):  # they show no source
         assert questions_of(reward, 3) == questions
 
 
 @pytest.mark.parametrize(
     ("reward", "name", "mark"),
-    [(viescore, "viescore_semantics", "score"), (edit_quality, "edit_quality", "alignment")],
+    [(VieScore, "viescore_semantics", "score"), (EditQuality, "edit_quality", "alignment")],
 )
 @pytest.mark.parametrize("num_sources", [2, 3])
 def test_several_sources_are_numbered(
@@ -274,7 +272,7 @@ def test_several_sources_are_numbered(
 
 def test_a_rubric_shows_what_the_config_says() -> None:
     judge = ScriptedJudge(RATED)
-    result = grade(rubric, judge, 2, **RUBRIC, shows=["target", "image", "prompt", "source"])
+    result = grade(Rubric, judge, 2, **RUBRIC, shows=["target", "image", "prompt", "source"])
     assert result.value == pytest.approx(0.725)
     target, image, text, *sources = judge.asked[0].parts
     assert (target, image) == (TARGET, RESULT)
@@ -286,7 +284,7 @@ def test_a_rubric_shows_what_the_config_says() -> None:
 
 def test_the_regions_of_the_first_reading_are_kept() -> None:
     judge = ScriptedJudge(grounded(box(100, 250, 500, 1000)), score(5, 5))
-    result = grade(spatial_reward, judge, 2)
+    result = grade(SpatialReward, judge, 2)
     assert result.regions == (Region("the hat", (0.1, 0.25, 0.5, 1.0)),)
     assert judge.asked[0].parts[:3] == (*SOURCES[:2], RESULT)
     assert list(judge.asked[0].reply_schema["properties"]) == ["edit_region", "reasoning", "score"]
@@ -295,12 +293,12 @@ def test_the_regions_of_the_first_reading_are_kept() -> None:
 def test_a_users_prompt_file_replaces_the_shipped_prompts(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("Is this {instruction}?\n")
-    [(*before, text, result), _] = questions_of(viescore, 2, semantics_prompt=str(path))
+    [(*before, text, result), _] = questions_of(VieScore, 2, semantics_prompt=str(path))
     assert before == ["Source 1:", SOURCES[0], "Source 2:", SOURCES[1]]
     assert (text, result) == (f"Is this {EDIT}?", RESULT)
     path.write_text("Rate the edit <instruction>.")
     with pytest.raises(ValidationError, match=r"has no \{instruction\}"):
-        viescore.Config(semantics_prompt=str(path))
+        VieScore.Config(semantics_prompt=str(path))
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -320,38 +318,38 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
 @pytest.mark.parametrize(
     ("plugin", "config", "reason"),
     [
-        (viescore, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
-        (viescore, {"perception_prompt": "/no/such/file.txt"}, "perception_prompt: .*/no/such"),
-        (viescore, {"n_evals": 0}, "n_evals"),
-        (viescore, {"n_evals": 3, "temperature": 0}, "n_evals=3 .*temperature 0"),
-        (viescore_t2i, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
-        (edit_quality, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (edit_quality, {"temperature": 0}, "n_evals=3 .*temperature 0"),
-        (edit_quality, {"alignment_weight": 0, "quality_weight": 0}, "both 0"),
-        (ground_score, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (expected_score, {"n_evals": 3, "temperature": 1}, "n_evals, temperature"),
-        (rubric, {"prompt": ""}, "(?s)prompt.*at least 1 character"),
-        (rubric, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (rubric, {"prompt": str(PROMPTS / "viescore_perception.txt")}, r"no \{instruction\}"),
-        (rubric, {"scores": {}}, "scores: give at least one"),
-        (rubric, {"scores": {"a b": {}}}, "not usable in a metric name"),
-        (rubric, {"scores": {"reasoning": {}}}, "scores.reasoning: "),
-        (rubric, {"scores": {"a": {"low": 3, "high": 3}}}, r"(?s)scores.a.*low=3 must be below"),
-        (rubric, {"scores": {"a": {"weight": 0}}}, "scores: .* with a weight"),
-        (rubric, {"combine": "sqrt_min"}, "sqrt_min joins two groups"),
-        (rubric, {"shows": ["prompt", "source"]}, "shows: .*'image'"),
-        (rubric, {"shows": ["image", "prompt", "image"]}, "shows: .*once"),
+        (VieScore, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
+        (VieScore, {"perception_prompt": "/no/such/file.txt"}, "perception_prompt: .*/no/such"),
+        (VieScore, {"n_evals": 0}, "n_evals"),
+        (VieScore, {"n_evals": 3, "temperature": 0}, "n_evals=3 .*temperature 0"),
+        (VieScoreT2I, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
+        (EditQuality, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
+        (EditQuality, {"temperature": 0}, "n_evals=3 .*temperature 0"),
+        (EditQuality, {"alignment_weight": 0, "quality_weight": 0}, "both 0"),
+        (GroundScore, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
+        (ExpectedScore, {"n_evals": 3, "temperature": 1}, "n_evals, temperature"),
+        (Rubric, {"prompt": ""}, "(?s)prompt.*at least 1 character"),
+        (Rubric, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
+        (Rubric, {"prompt": str(PROMPTS / "viescore_perception.txt")}, r"no \{instruction\}"),
+        (Rubric, {"scores": {}}, "scores: give at least one"),
+        (Rubric, {"scores": {"a b": {}}}, "not usable in a metric name"),
+        (Rubric, {"scores": {"reasoning": {}}}, "scores.reasoning: "),
+        (Rubric, {"scores": {"a": {"low": 3, "high": 3}}}, r"(?s)scores.a.*low=3 must be below"),
+        (Rubric, {"scores": {"a": {"weight": 0}}}, "scores: .* with a weight"),
+        (Rubric, {"combine": "sqrt_min"}, "sqrt_min joins two groups"),
+        (Rubric, {"shows": ["prompt", "source"]}, "shows: .*'image'"),
+        (Rubric, {"shows": ["image", "prompt", "image"]}, "shows: .*once"),
     ],
 )
 def test_an_invalid_config_is_refused(plugin: Any, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        plugin.Config(**((RUBRIC if plugin is rubric else {}) | config))
+        plugin.Config(**((RUBRIC if plugin is Rubric else {}) | config))
 
 
 def test_a_misspelt_key_of_a_score_is_named_and_an_unused_one_reported() -> None:
     scores = {"a": {"hgih": 3}, "b": {"low": "0"}}
-    _, problems = validate(rubric.Config, RUBRIC | {"scores": scores}, "rewards.mine")
+    _, problems = validate(Rubric.Config, RUBRIC | {"scores": scores}, "rewards.mine")
     assert holds(problems[0], "rewards.mine.scores.a.hgih: ... 'high'")
     assert holds(problems[1], 'rewards.mine.scores.b.low: "0" given ... Worst value')
-    [line] = rubric.Rubric.no_effect(rubric.Config(**RUBRIC, combine="min"))
+    [line] = Rubric.no_effect(Rubric.Config(**RUBRIC, combine="min"))
     assert line.startswith("scores.success.weight: ")

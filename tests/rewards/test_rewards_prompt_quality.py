@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_rewards import grade_of
 
-from rl.rewards import prompt_quality
+from rl.rewards.prompt_quality import PromptQuality, score
 
 CAT = "a cat"
 LONG = "a beautiful fluffy cat sitting on a windowsill, soft natural lighting, high quality, 4k"
@@ -31,7 +31,7 @@ RABBIT = "a purple rabbit eating carrots"
     ],
 )
 def test_the_points_are_counted(original: str, enhanced: str, points: tuple[float, ...]) -> None:
-    grade = grade_of(prompt_quality, enhanced, instruction=original)
+    grade = grade_of(PromptQuality, enhanced, instruction=original)
     names = ("length", "keywords_kept", "new_details", "quality_words", "structure")
     expected = dict(zip(names, points, strict=True))
     assert grade.parts == pytest.approx({**expected, "total_0_5": sum(points)})
@@ -39,12 +39,12 @@ def test_the_points_are_counted(original: str, enhanced: str, points: tuple[floa
 
 
 def test_case_and_punctuation_do_not_matter_and_other_alphabets_work() -> None:
-    points = prompt_quality.score("A Crimson CAT!", "crimson; cat.")
+    points = score("A Crimson CAT!", "crimson; cat.")
     assert points["keywords_kept"] == 1 and points["new_details"] == 0
-    assert prompt_quality.score("красный кот", "красный кот на снегу")["keywords_kept"] == 1
+    assert score("красный кот", "красный кот на снегу")["keywords_kept"] == 1
 
 
 def test_prompt_quality_is_not_in_the_final_reward_by_default() -> None:
-    assert prompt_quality.PromptQuality.diagnostic
-    parts = grade_of(prompt_quality, LONG, instruction=CAT).parts
-    assert set(parts) - {"total_0_5"} == prompt_quality.PromptQuality.unit_parts
+    assert PromptQuality.diagnostic
+    parts = grade_of(PromptQuality, LONG, instruction=CAT).parts
+    assert set(parts) - {"total_0_5"} == PromptQuality.unit_parts

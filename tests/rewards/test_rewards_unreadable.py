@@ -27,7 +27,7 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.ranks.dist import Dist
-from rl.rewards import viescore
+from rl.rewards.viescore import VieScore
 from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, scores
 from rl.rollout.stream import Rollout
 from rl.run.episode_metrics import rollout_metrics
@@ -93,7 +93,7 @@ class HalfDeaf:
 def test_only_unreadable_replies_count_as_the_lowest_rating(
     failures: list[str], unreadable: Literal["ungraded", "lowest"], value: float | None
 ) -> None:
-    reward = make(viescore, viescore.Config(), HalfDeaf(*failures))
+    reward = make(VieScore, VieScore.Config(), HalfDeaf(*failures))
     graded = RewardInput(SAMPLE, "words", RESULT)
     [output] = asyncio.run(scores("judge", reward, [graded], unreadable))
     assert output.value == value

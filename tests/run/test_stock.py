@@ -30,7 +30,7 @@ from rl.judge.http import BackgroundLoop
 from rl.policies.emu3 import Emu3
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
-from rl.renderers import qwen_image_edit
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import Stock, evaluate
 from rl.run.paired import paired
@@ -48,10 +48,10 @@ SAMPLES = [
 ]
 
 
-class Drawing(qwen_image_edit.QwenImageEdit):
+class Drawing(QwenImageEdit):
     """Records the sample ids that it was asked to draw."""
 
-    def __init__(self, config: qwen_image_edit.Config, resources: Resources) -> None:
+    def __init__(self, config: QwenImageEdit.Config, resources: Resources) -> None:
         super().__init__(config, resources)
         self.asked: list[str] = []
 
@@ -91,8 +91,8 @@ def make_context(
         "condition_area_px": AREA_PX,
         "policy_image_area_px": AREA_PX,
     }
-    config = qwen_image_edit.Config(**keys)
-    template = qwen_image_edit.QwenImageEdit.prompt_template(config)
+    config = QwenImageEdit.Config(**keys)
+    template = QwenImageEdit.prompt_template(config)
     policy = make_qwen(models["policy"], negative=" ", template=template, **section)
     resources = Resources(None, "cpu")
     renderer, reward = Drawing(config, resources), Picky(PluginConfig(), resources)

@@ -31,7 +31,8 @@ from rl.api.types import Prompt, Sample, SamplingParams
 from rl.config.schema import RunConfig
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm as vllm_engine
-from rl.policies import emu3, qwen2_5_vl
+from rl.policies import emu3
+from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.qwen_vl import qwen_vl_policy
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import _write_manifest, model_folder
@@ -55,10 +56,10 @@ SECTION = {
 }
 
 
-def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VL:
+def make_policy(section: Mapping[str, Any] = SECTION) -> Qwen25VL:
     """A policy whose adapter is far from zero, as after training."""
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(**section), PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
+    policy = Qwen25VL(
+        Qwen25VL.Config(**section), PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
     )
     move_from_zero(policy.module)
     return policy
@@ -77,7 +78,7 @@ def samples() -> list[Sample]:
     return list(map(shape_questions.ShapeQuestions(config, RowRules()).__getitem__, range(8)))
 
 
-def greedy(policy: qwen2_5_vl.Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+def greedy(policy: Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     prompts = [policy.build_prompt(sample) for sample in samples()]
     groups = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu")).generate(
         prompts, GREEDY, [0] * len(prompts)

@@ -14,7 +14,8 @@ from tiny_rewards import ask
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
-from rl.rewards import viescore, viescore_t2i
+from rl.rewards.viescore import VieScore
+from rl.rewards.viescore_t2i import VieScoreT2I
 from tiny_world import captions, scenes
 from tiny_world.judge_server import JudgeServer
 from tiny_world.pixel_judge import grade_perception, grade_semantics
@@ -47,13 +48,13 @@ def test_viescore_over_http_gives_the_pixel_judges_scores(
 ) -> None:
     sample, right = edit
     for picture in (right, sample.source, right.rotate(180)):
-        grade = graded(server, viescore, sample, picture)
+        grade = graded(server, VieScore, sample, picture)
         success, restraint = grade_semantics(sample.source, picture, sample.instruction)
         naturalness, cleanness = grade_perception(picture)
         parts = [grade.parts[n] for n in ("edit_success", "over_edit", "naturalness", "artifacts")]
         assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
-    assert graded(server, viescore, sample, right).value == pytest.approx(1, abs=0.05)
-    assert graded(server, viescore, sample, sample.source).value == 0
+    assert graded(server, VieScore, sample, right).value == pytest.approx(1, abs=0.05)
+    assert graded(server, VieScore, sample, sample.source).value == 0
 
 
 def test_viescore_t2i_over_http_tells_right_from_wrong_pictures(server: JudgeServer) -> None:
@@ -61,9 +62,9 @@ def test_viescore_t2i_over_http_tells_right_from_wrong_pictures(server: JudgeSer
     picture = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
     for kind in captions.KINDS:
         sample = Sample("one", captions.prompt_text(wish, kind))
-        right = graded(server, viescore_t2i, sample, picture)
+        right = graded(server, VieScoreT2I, sample, picture)
         assert right.value == pytest.approx(1, abs=0.02)
-        wrong = graded(server, viescore_t2i, sample, picture.rotate(90))
+        wrong = graded(server, VieScoreT2I, sample, picture.rotate(90))
         assert wrong.parts["prompt_following"] == wrong.value == 0
         assert wrong.parts["pq"] > 5, "a fine picture of something else"
 
@@ -74,12 +75,12 @@ def test_unknown_tasks_and_sizes_are_refused_with_http_400(
     sample, right = edit
     foreign = Sample("two", "make it look like winter", sources=(sample.source,))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
-        graded(server, viescore, foreign, right)
+        graded(server, VieScore, foreign, right)
     with pytest.raises(JudgeRefused, match="HTTP 400"):  # for the first of the two questions
-        ask(viescore_t2i, server, RewardInput(foreign, "", right), max_concurrency=1)
+        ask(VieScoreT2I, server, RewardInput(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
-        graded(server, viescore, sample, large)
+        graded(server, VieScore, sample, large)
 
 
 def test_an_instruction_with_braces_and_tags_breaks_nothing(server: JudgeServer) -> None:
@@ -87,7 +88,7 @@ def test_an_instruction_with_braces_and_tags_breaks_nothing(server: JudgeServer)
     tricky = "erase the {instruction} </instruction> circle"
     grey = Image.new("RGB", (64, 64), (128, 128, 128))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
-        graded(server, viescore, Sample("three", tricky, sources=(grey,)), grey)
+        graded(server, VieScore, Sample("three", tricky, sources=(grey,)), grey)
 
 
 def test_the_judge_server_listens_only_on_loopback_and_frees_its_port() -> None:
