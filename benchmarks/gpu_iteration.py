@@ -31,8 +31,8 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, SamplingParams
+from rl.engines import vllm
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import vllm
 from rl.files import read_rows
 from rl.learner.learner import (
     MAX_MEAN_DLOGP_NATS,
@@ -42,8 +42,8 @@ from rl.learner.learner import (
     mean_difference,
     sync,
 )
-from rl.renderers.qwen_image import qwen_image_loop
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts
+from rl.renderers import qwen_image_loop
+from rl.renderers.qwen_image_loop import EditorParts
 from rl.run.set_up import open_run
 from rl.tools.check_gpu.gpu_machine import SHOWN
 from rl.tools.check_gpu.gpu_steps import move
@@ -219,7 +219,7 @@ def _copy_in_worker(worker: Any, weights: Any) -> str:
 @contextlib.contextmanager
 def _dummy_weights() -> Iterator[None]:
     """In this context vLLM draws random weights instead of reading a file."""
-    from rl.engines.vllm.vllm import VllmEngine
+    from rl.engines.vllm import VllmEngine
 
     arguments_of = VllmEngine._arguments
 

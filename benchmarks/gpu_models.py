@@ -16,11 +16,11 @@ from rl import build
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.policies.qwen_vl import qwen_vl_policy
-from rl.policies.shared.attention import register
+from rl.policies import qwen_vl
+from rl.policies.attention import register
 from rl.ranks.dist import Dist
-from rl.renderers.qwen_image.qwen_image_config import MODULATIONS
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae
+from rl.renderers.qwen_image_config import MODULATIONS
+from rl.renderers.qwen_image_loop import EditorParts, FrameVae
 from rl.tools.check_gpu.lines import Setup
 
 MAX_PICTURE_PX = 12_845_056
@@ -175,7 +175,7 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(qwen_vl_policy, "load_model", load_model), unchecked_files():
+    with mock.patch.object(qwen_vl, "load_model", load_model), unchecked_files():
         return build.build_policy(build.resolve(config), bench.dist)
 
 

@@ -23,9 +23,9 @@ from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.meter import prefix_tree_pairs
-from rl.policies.qwen2_5_vl import Config as PolicyConfig
-from rl.policies.shared.model_loading import adapt
-from rl.policies.shared.trained_module import token_logprobs
+from rl.policies.model_loading import adapt
+from rl.policies.qwen_vl import Config as PolicyConfig
+from rl.policies.trained_module import token_logprobs
 from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
 
 NUM_ITERATIONS = 10**6

@@ -19,14 +19,9 @@ from benchmarks.flop_counter import flops_of
 from benchmarks.gpu_models import open_bench, random_transformer, random_vae
 from benchmarks.gpu_timing import Bench, equal
 from benchmarks.stock import StockDenoiser, StockVae
-from rl.renderers.qwen_image.qwen_image_config import PATCH_PX
-from rl.renderers.qwen_image.qwen_image_denoiser import (
-    Denoiser,
-    StepModulation,
-    attention,
-    build_table,
-)
-from rl.renderers.qwen_image.qwen_image_loop import FrameVae
+from rl.renderers.qwen_image_config import PATCH_PX
+from rl.renderers.qwen_image_denoiser import Denoiser, StepModulation, attention, build_table
+from rl.renderers.qwen_image_loop import FrameVae
 from rl.tools.check_gpu.gpu_steps import relative_error
 from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
 

@@ -122,8 +122,8 @@ def watch_models(meter: Meter) -> None:
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
-    from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
-    from rl.renderers.qwen_image.qwen_image_loop import FrameVae
+    from rl.renderers.qwen_image_denoiser import Denoiser
+    from rl.renderers.qwen_image_loop import FrameVae
 
     def count(name: str, number_of: Callable[..., int]) -> Callable[..., dict[str, int]]:
         def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.flop_counter import flops_of
 from rl.algorithm.attention_kernels import choose_kernel
-from rl.renderers.qwen_image.qwen_image_config import PATCH_PX
-from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser, StepModulation
-from rl.renderers.qwen_image.qwen_image_loop import FrameVae, PictureVae
-from rl.renderers.qwen_image_21 import qwen_image_21_loop
+from rl.renderers import qwen_image_21_loop
+from rl.renderers.qwen_image_config import PATCH_PX
+from rl.renderers.qwen_image_denoiser import Denoiser, StepModulation
+from rl.renderers.qwen_image_loop import FrameVae, PictureVae
 
 META = torch.device("meta")
 GROUP = 8

@@ -30,7 +30,7 @@ from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeClient
 from rl.judge.http import BackgroundLoop
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.rewards.viescore import VieScore
+from rl.rewards.judged import VieScore
 from rl.rollout.prompt_order import PromptOrder
 
 NUM_DROPPED_TOKENS = 64

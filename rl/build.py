@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -52,6 +51,42 @@ PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
     "data": DataSource,
 }
 """Folder of rl/ -> base class of the plugins in it."""
+SHIPPED: Mapping[str, Mapping[str, str]] = {
+    "policies": {
+        "emu3": "emu3.Emu3",
+        "qwen2_5_vl": "qwen_vl.Qwen25VL",
+        "qwen3_vl": "qwen_vl.Qwen3VL",
+    },
+    "engines": {"transformers": "transformers.TransformersEngine", "vllm": "vllm.VllmEngine"},
+    "renderers": {
+        "emu3_vq": "emu3_vq.Emu3Vq",
+        "none": "none.NoRenderer",
+        "qwen_image_21": "qwen_image_21.QwenImage21",
+        "qwen_image_edit": "qwen_image_edit.QwenImageEdit",
+        "qwen_image_edit_plus": "qwen_image_edit.QwenImageEditPlus",
+        "sd3": "sd3.SD3",
+    },
+    "rewards": {
+        "accuracy": "accuracy.Accuracy",
+        "clip": "clip.Clip",
+        "edit_quality": "judged.EditQuality",
+        "expected_score": "judged.ExpectedScore",
+        "format": "accuracy.Format",
+        "ground_score": "judged.GroundScore",
+        "prompt_quality": "judged.PromptQuality",
+        "rubric": "judged.Rubric",
+        "spatial_reward": "judged.SpatialReward",
+        "viescore": "judged.VieScore",
+        "viescore_t2i": "judged.VieScoreT2I",
+    },
+    "data": {
+        "edit_jsonl": "edit_jsonl.EditJsonl",
+        "emu3_tokens": "emu3_tokens.TokenisedEdits",
+        "hf_dataset": "hf_dataset.HfDataset",
+        "prompts": "prompts.Prompts",
+    },
+}
+"""Folder of rl/ -> name of a plugin -> its module and class there."""
 
 LOOP = ("rl.rollout.", "rl.learner.", "rl.run.")
 """Modules that call plugins; the plugins' own folders never call them."""
@@ -236,13 +271,13 @@ def _find_plugin(
     note = "(one of your own: its dotted path, 'my_package.my_plugin')"
     if not isinstance(name, str) or not name:
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
-        return None, [f"{key}.type: {stated}; name a file of rl/{kind}: {', '.join(known)} {note}"]
+        return None, [f"{key}.type: {stated}; name a plugin: {', '.join(known)} {note}"]
     if name not in known and not find.is_dotted_path(name):
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
         is_file = find.is_dotted_path(dotted) and name != dotted
         hint = nearest(dotted, [dotted] if is_file else known)
         return None, [f"{key}.type: no plugin {name!r} in rl/{kind}; {hint} {note}"]
-    cls, wrong = find.import_plugin(module_of(kind, name) if name in known else name)
+    cls, wrong = find.import_plugin(class_of(kind, name) if name in known else name)
     if not wrong:
         cls, wrong = find.plugin_class(cls, PLUGIN_BASES[kind])
     if wrong:
@@ -272,20 +307,14 @@ def ask_plugin(plugin: Plugin[Any], member: str, *arguments: Any) -> tuple[Any, 
     return result, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
-@cache
 def plugins_of(kind: str) -> list[str]:
-    """Names of the plugins in a folder of rl/: `<name>.py`, or `<name>/<name>.py`."""
-    folder = Path(__file__).parent / kind
-    files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
-    nested = (file.stem for file in folder.glob("*/*.py") if file.stem == file.parent.name)
-    return sorted([*files, *nested])
+    """Names of the shipped plugins of a kind, a key of `PLUGIN_BASES`."""
+    return sorted(SHIPPED[kind])
 
 
-@cache
-def module_of(kind: str, name: str) -> str:
-    """Dotted path of a shipped plugin."""
-    is_folder = (Path(__file__).parent / kind / name / f"{name}.py").is_file()
-    return f"rl.{kind}.{name}.{name}" if is_folder else f"rl.{kind}.{name}"
+def class_of(kind: str, name: str) -> str:
+    """Dotted path of a shipped plugin's class."""
+    return f"rl.{kind}.{SHIPPED[kind][name]}"
 
 
 def claims(resolved: Resolved) -> list[Claim]:
@@ -324,7 +353,7 @@ def prompt_template(config: Mapping[str, Any]) -> PromptTemplate | None:
         name = section.get("type") if isinstance(section, Mapping) else None
         if name not in plugins_of(kind):
             return None
-        module, _ = find.import_plugin(module_of(kind, name))
+        module, _ = find.import_plugin(class_of(kind, name))
         cls: Any = find.plugin_class(module, PLUGIN_BASES[kind])[0]
         parts.append((cls, validate(cls.Config, section, at=key)[0]))
     (renderer, renderer_config), (policy, policy_config) = parts

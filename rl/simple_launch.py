@@ -26,7 +26,7 @@ from rl.check.this_machine import fetch_small_files, fetch_weights
 from rl.config.loading import GONE, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import write_atomically
-from rl.policies.shared.policy_base import start_of
+from rl.policies.policy_base import start_of
 from rl.printing import KEY_VALUE
 from rl.ranks import dist, heartbeat, signals, supervision
 from rl.ranks.supervision import HangWatch, NodeWatch

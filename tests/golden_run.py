@@ -26,8 +26,7 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Prompt, RewardInput, RewardOutput, SamplingParams
 from rl.config.schema import JudgeConfig
 from rl.engines.transformers import TransformersEngine
-from rl.rewards.viescore import Config as VieScoreConfig
-from rl.rewards.viescore import VieScore
+from rl.rewards.judged import VieScore, VieScoreConfig
 from rl.seeds import derive_seed
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ import pytest
 from tiny_run import run_config
 
 from rl.config.schema import load_config
-from rl.rewards.edit_quality import EditQuality
+from rl.rewards.judged import EditQuality
 from rl.tools.editor import Editor
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ LINES = [
          "tail -n 1 runs/quickstart/metrics.jsonl"),
     Line("qwen_image_edit", "- **Model**", "checked", "configs/qwen_image_edit.jsonnet"),
     Line("qwen_image_edit", "- **DeepSpeed**", "checked", "configs/qwen_image_edit.jsonnet"),
-    Line("qwen_image_edit", "reward = 0.6 *", "checked", "rl/rewards/edit_quality.py"),
+    Line("qwen_image_edit", "reward = 0.6 *", "checked", "rl/rewards/judged.py"),
     Line("qwen_image_edit", "nvidia-smi", "theirs", "NVIDIA's driver"),
     Line("earl", "git clone", "network", "their repository"),
     Line("earl", "cd EARL", "run", 'cd "$CLONE"'),
@@ -77,7 +77,7 @@ LINES = [
     Line("earl", "pip install flash-attn", "network", "optional here: pyproject.toml"),
     Line("earl", "pip install -r rl/req", "network", "rl/requirements.txt, of requirements.lock"),
     Line("earl", "nano rl_venv", "theirs", "an editor; vLLM is told at run time"),
-    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm/vllm.py"),
+    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm.py"),
     Line("earl", "./rl/scripts/setup_datasets.sh", "network", "some 100 GB from the hub"),
     Line("earl", "NUM_GPUS=", "run"),
     Line("earl", "torchrun", "run"),
@@ -294,7 +294,7 @@ def test_earls_ten_configs_are_shipped() -> None:
 
 
 def test_earls_patch_of_vllm_is_applied_at_run_time() -> None:
-    from rl.engines.vllm.vllm_process import SERVED_AS
+    from rl.engines.vllm_process import SERVED_AS
 
     patch = line_of("earl", "_MULTIMODAL_MODELS")
     [(architecture, served_as)] = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', patch)

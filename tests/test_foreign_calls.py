@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from rl.algorithm.attention_kernels import VARLEN
-from rl.policies.shared.attention import Packing, attention
+from rl.policies.attention import Packing, attention
 from rl.tools.check_gpu import gpu_machine, gpu_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
 VLLM = ROOT / "rl" / "engines" / "vllm"
-KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm/vllm.py"
+KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm.py"
 OBJECTS = {
     (VLLM / "vllm.py", "self._llm"): "vllm.LLM",
     (VLLM / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
@@ -191,11 +191,7 @@ def test_calls_fit_the_installed_library(library: str, at_least: int) -> None:
         ),
         ("algorithm/attention_kernels.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
         pytest.param(
-            "engines/vllm/vllm.py",
-            "sleep(level=1)",
-            "sleep(depth=1)",
-            "depth",
-            marks=pytest.mark.slow,
+            "engines/vllm.py", "sleep(level=1)", "sleep(depth=1)", "depth", marks=pytest.mark.slow
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
 import json
 import re
@@ -31,7 +30,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
 PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.plugins_of(folder)]
 ALL_PLUGS = [
-    *((folder, build.module_of(folder, name)) for folder, name in PLUGS),
+    *((folder, build.class_of(folder, name)) for folder, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
 ]
 """(folder, dotted path) of all shipped plugins, with those of the tiny world."""
@@ -66,7 +65,7 @@ ENTRY = "rl.ranks.worker"
 """A program that no other file imports and that may import from more folders."""
 
 FENCES = {
-    "vllm": r"rl/engines/vllm/\w+\.py",
+    "vllm": r"rl/engines/vllm\w*\.py",
     "deepspeed": r"rl/learner/backends\.py",
     "diffusers": r"rl/(renderers/[\w/]+|tools/rehearsal)\.py",
     "httpx": r"rl/judge/(http|client)\.py",
@@ -214,7 +213,7 @@ def test_every_program_guards_what_it_prints() -> None:
         "rl/__main__.py",  # starts another program at once
         "rl/test_distributed_env.py",  # calls another program's `main`
         "rl/judge/guard.py",  # prints only its own messages, into the judge's log
-        "rl/rewards/accuracy/maths.py",  # writes only into a pipe to its parent
+        "rl/rewards/maths.py",  # writes only into a pipe to its parent
     }
     programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
     assert len(programs) > len(exceptions)
@@ -246,17 +245,14 @@ def test_no_two_files_share_a_name() -> None:
 
 
 def test_a_plugin_imports_no_other_plugin() -> None:
-    homes = [f"rl.{folder}.{name}." for folder, name in PLUGS]
-
-    def home_of(dotted: str) -> str | None:
-        return next((home for home in homes if f"{dotted}.".startswith(home)), None)
-
+    homes = {build.class_of(folder, name).rpartition(".")[0] for folder, name in PLUGS}
     wrong = [
         each.place
         for each in imports()
-        for importer, imported in [(home_of(module_name(each.file)), home_of(each.module))]
-        if importer and imported and importer != imported
+        if module_name(each.file) in homes
+        and {each.module, each.module.rpartition(".")[0]} & homes - {module_name(each.file)}
     ]
+    assert homes <= {module_name(file) for file in SOURCES}
     assert not wrong, wrong
 
 
@@ -324,7 +320,7 @@ from rl.api import find
 from rl.config.schema import load_config
 from rl.check import check_report
 for dotted in {[dotted for _, dotted in ALL_PLUGS]!r}:
-    importlib.import_module(dotted)
+    find.import_plugin(dotted)
 for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT]!r}:
     config = load_config(path, env={tiny_config.ENVIRONMENT!r})
     check_report.problems(config)
@@ -338,7 +334,7 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
 
 @pytest.mark.parametrize(("folder", "dotted"), ALL_PLUGS)
 def test_a_plugin_fulfils_its_folders_contract(folder: str, dotted: str) -> None:
-    plugin, wrong = find.plugin_class(importlib.import_module(dotted), build.PLUGIN_BASES[folder])
+    plugin, wrong = find.plugin_class(find.import_plugin(dotted)[0], build.PLUGIN_BASES[folder])
     assert plugin is not None and not wrong, wrong
     assert "type" in plugin.Config.model_fields
     assert_documented(plugin.Config)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rl.api.data import RowRules
 from rl.config.schema import ConfigError, load_config
 from rl.data import edit_jsonl
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 from rl.files import json_line, read_rows, row_of
 from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s

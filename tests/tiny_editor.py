@@ -19,8 +19,8 @@ from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts, FrameVae, QwenImageLoop
 from rl.renderers.qwen_image_edit import QwenImageEdit
+from rl.renderers.qwen_image_loop import EditorParts, FrameVae, QwenImageLoop
 from tiny_world.builder.models import SCHEDULER, make_transformer, make_vae
 
 STATE_DIM = 32

@@ -45,7 +45,7 @@ def noisy(setup: Setup) -> Iterator[Line]:
 
 
 def wrong_kernel(setup: Setup) -> Iterator[Line]:
-    from rl.policies.shared import attention
+    from rl.policies import attention
     from rl.tools.check_gpu import gpu_steps
 
     def forward(*tensors: Any) -> Any:
@@ -60,7 +60,7 @@ def wrong_kernel(setup: Setup) -> Iterator[Line]:
 
 
 def dead_sync(setup: Setup) -> Iterator[Line]:
-    from rl.engines.vllm.vllm import VllmEngine
+    from rl.engines.vllm import VllmEngine
     from rl.tools.check_gpu import gpu_steps
 
     with mock.patch.object(VllmEngine, "load_weights", lambda engine, weights: None):

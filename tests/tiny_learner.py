@@ -22,7 +22,7 @@ from rl.config.schema import RunConfig
 from rl.learner import backends
 from rl.learner.backends import StepOutcome, TorchBackend
 from rl.learner.learner import Learner
-from rl.policies.shared import trained_module
+from rl.policies import trained_module
 from rl.ranks.dist import Dist
 
 NUM_ITERATIONS = 10

@@ -10,7 +10,7 @@ import torch
 from rl.api.policy import Policy, PolicySetup
 from rl.api.types import PromptTemplate
 from rl.policies import emu3
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 
 TEMPERATURE = 0.7
 """Temperature in `make_qwen` and `make_emu3`."""

@@ -14,7 +14,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from rl.api.policy import PolicySetup
 from rl.api.types import PromptTemplate
-from rl.policies.qwen3_vl import Qwen3VL
+from rl.policies.qwen_vl import Qwen3VL
 from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.language import qwen_config
 

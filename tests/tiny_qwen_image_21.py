@@ -23,9 +23,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.files import over_white
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts, PictureVae
-from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
-from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+from rl.renderers.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21_loop import QwenImage21Loop
+from rl.renderers.qwen_image_loop import EditorParts, PictureVae
 from tiny_world.builder.image21_models import make_transformer
 from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.tokenizer import CHAT_TEMPLATE

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from PIL import Image
 from tiny_faulty_judge import MODEL, quick_config
 
-from rl.api.find import plugins_in
 from rl.api.judge import Answer, Question
 from rl.api.plugin import Resources
 from rl.api.reward import Reward
@@ -60,14 +58,12 @@ class Ranks(Reward):
         return [0.5 for _ in inputs_G]
 
 
-def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:
-    """The only reward of a module, with a config and a judge."""
-    [reward] = plugins_in(plugin, Reward)
-    return reward(config, Resources(judge, "cpu"))
+def make(plugin: type[Reward[Any]], config: Any, judge: Any = None) -> Any:
+    return plugin(config, Resources(judge, "cpu"))
 
 
 def ask(
-    plugin: ModuleType,
+    plugin: type[Reward[Any]],
     judge: JudgeServer,
     reward_input: RewardInput,
     config: Any = None,
@@ -87,7 +83,7 @@ def ask(
 
 
 def grade_of(
-    plugin: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
+    plugin: type[Reward[Any]], text: str, instruction: str = "", answer: Any = None, **config: Any
 ) -> RewardOutput:
     """The grade of a completion by a reward without a judge."""
     sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
@@ -97,7 +93,7 @@ def grade_of(
 
 
 def grade(
-    reward: ModuleType, judge: ScriptedJudge, num_sources: int = 1, **config: Any
+    reward: type[Reward[Any]], judge: ScriptedJudge, num_sources: int = 1, **config: Any
 ) -> RewardOutput:
     sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
     plugin = make(reward, reward.Config(**config), judge)

@@ -14,8 +14,8 @@ from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from rl.api.types import RenderJob, Sample
-from rl.renderers.sd3 import sd3
-from rl.renderers.sd3.sd3_loop import SD3Loop, SD3Parts, TextParts
+from rl.renderers import sd3
+from rl.renderers.sd3_loop import SD3Loop, SD3Parts, TextParts
 from tiny_world.builder.prompt_models import make_text_encoder, make_transformer, make_vae
 
 STATES_DIM = 96

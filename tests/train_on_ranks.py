@@ -21,7 +21,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused
 from rl.learner import backends
-from rl.policies.shared import trained_module
+from rl.policies import trained_module
 from rl.run.run import Run
 from tests.brightness_reward import Brightness
 

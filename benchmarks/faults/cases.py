@@ -69,7 +69,7 @@ class Case:
 _CALLS = {
     "prompts are drawn": ("rl.rollout.prompt_order:PromptOrder.shard", 5),
     "completions are sampled": ("rl.engines.transformers:TransformersEngine.generate", 4),
-    "a prompt is built": ("rl.policies.qwen2_5_vl:Qwen25VL.build_prompt", 6),
+    "a prompt is built": ("rl.policies.qwen_vl:Qwen25VL.build_prompt", 6),
     "an episode is made": ("rl.rollout.stream:episode_of", 7),
     "the judge is asked": ("rl.judge.client:JudgeClient.ask", 7),
     "a reply is journalled": ("rl.judge.http:append", 6),

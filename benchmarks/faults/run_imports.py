@@ -6,7 +6,7 @@ import benchmarks.faults.judge_score
 import benchmarks.faults.tiny_run  # noqa: F401
 import rl.data.edit_jsonl
 import rl.engines.transformers
-import rl.policies.qwen2_5_vl
+import rl.policies.qwen_vl
 import rl.ranks.worker
 import rl.renderers.none
 import rl.run.metric_table  # noqa: F401

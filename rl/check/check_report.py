@@ -45,7 +45,7 @@ from rl.config.schema import (
     listed,
 )
 from rl.judge.http import resolve_api_bases
-from rl.policies.shared.policy_base import start_of
+from rl.policies.policy_base import start_of
 from rl.printing import excerpt, remember, scrub, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint

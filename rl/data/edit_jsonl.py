@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl.api.data import RowRules
-from rl.data.shared.rows import Lines, Rows, RowsConfig, RowsSource
+from rl.data.rows import Lines, Rows, RowsConfig, RowsSource
 
 
 class Config(RowsConfig):

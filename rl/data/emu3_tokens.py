@@ -18,7 +18,7 @@ from rl.api.data import DataSource, Findings, RowRules
 from rl.api.plugin import FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.loading import not_a_file
-from rl.data.shared.rows import MAX_SHOWN, BadRowError, shorten
+from rl.data.rows import MAX_SHOWN, BadRowError, shorten
 from rl.printing import excerpt, without_lone_surrogates
 from rl.progress import counted
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl.api.data import RowRules
 from rl.api.plugin import unread
 from rl.config.loading import FOLDER, GONE, not_a_file
-from rl.data.shared.rows import MAX_SHOWN, SEVERAL, BadRowError, Lines, Rows, RowsConfig, RowsSource
+from rl.data.rows import MAX_SHOWN, SEVERAL, BadRowError, Lines, Rows, RowsConfig, RowsSource
 from rl.printing import excerpt
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from rl.api.data import RowRules
 from rl.api.plugin import FileConfig
-from rl.data.shared.rows import Columns, Lines, Rows, RowsSource
+from rl.data.rows import Columns, Lines, Rows, RowsSource
 
 BUILT_IN = Path(__file__).parent / "prompts"
 """Has one JSONL file per split. Of the 32 prompts of each of eight categories, the last 8 are held

@@ -30,9 +30,9 @@ from rl.api.types import (
     UnusableSampleError,
 )
 from rl.config.schema import MAX_TOKENS, RunConfig
-from rl.policies.shared import prompting
-from rl.policies.shared.model_loading import TEXT_FILES, folder_here, link_files, local_folder
-from rl.policies.shared.policy_base import TrainedPolicy, TrainedPolicyConfig
+from rl.policies import prompting
+from rl.policies.model_loading import TEXT_FILES, folder_here, link_files, local_folder
+from rl.policies.policy_base import TrainedPolicy, TrainedPolicyConfig
 from rl.progress import weights_counted
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ def load_model(config: Config) -> Any:
     import torch
     from transformers import Emu3ForCausalLM
 
-    from rl.policies.shared.attention import register
+    from rl.policies.attention import register
 
     folder = model_folder(config)
     with weights_counted():
@@ -442,7 +442,7 @@ class Emu3(TrainedPolicy[Config]):
     prompts: Emu3Prompts
 
     def __init__(self, config: Config, setup: PolicySetup) -> None:
-        from rl.policies.shared.trained_module import SlicedHead, TrainedModule
+        from rl.policies.trained_module import SlicedHead, TrainedModule
 
         super().__init__(config, setup)
         self.prompts = self._prompts_of(config)

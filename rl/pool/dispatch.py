@@ -17,7 +17,7 @@ from rl.config.schema import RenderPoolConfig
 from rl.console import duration, warn
 from rl.pool import pool_worker
 from rl.ranks import heartbeat, signals
-from rl.renderers.shared.diffusion_loop import OUT_OF_MEMORY, Fits, batches_of
+from rl.renderers.diffusion_loop import OUT_OF_MEMORY, Fits, batches_of
 
 if TYPE_CHECKING:
     pass

@@ -73,7 +73,7 @@ def _print_lines(first_s: float, stopped: threading.Event) -> None:
 
 
 def described(calls: Sequence[Call]) -> str:
-    """'rl.engines.vllm.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
+    """'rl.engines.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
     and the package that it called."""
     package = ""
     for call in calls:
@@ -145,7 +145,7 @@ class Beat:
     moved_s: float
     """When the main thread last reached a place that is not among its last few."""
     where: str
-    """The main thread's place in the code, e.g. 'rl.engines.vllm.vllm, in torch'."""
+    """The main thread's place in the code, e.g. 'rl.engines.vllm, in torch'."""
     waits_for_ranks: bool
     has_saved: bool
     """The rank was asked to stop, and all its finished work is on disk."""

@@ -1,16 +1,191 @@
-"""Renderer plugin: Qwen-Image-Edit, conditioned on the policy's hidden states."""
+"""Renderers: Qwen-Image-Edit, and Qwen-Image-Edit-Plus (2509, 2511), conditioned on states."""
 
 from __future__ import annotations
 
-from rl.renderers.qwen_image.qwen_image_config import DenoisingConfig
-from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from rl.api.types import PromptTemplate, RenderJob
+from rl.config.schema import MAX_COUNT, RunConfig
+from rl.meter import denoising_flops
+from rl.model_files import num_parameters
+from rl.renderers.diffusion_renderer import shape_of
+from rl.renderers.qwen_image_config import (
+    MODULATIONS,
+    PATCH_PX,
+    SIZE_MULTIPLE_PX,
+    TEXT_TOKENS,
+    ConfigT,
+    DenoisingConfig,
+    QwenImage,
+    forwards_per_picture,
+    output_area_px,
+)
+
+# ---- qwen image editor ---------------------------------------------------------------------------
+# Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts.
+
+# ---- qwen image editor ---------------------------------------------------------------------------
+# Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts.
+
+SYSTEM_PROMPT = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. "
+    "Generate a new image that meets the user's requirements while maintaining consistency with "
+    "the original input where appropriate."
+)
+"""The system prompt with which the released editors were trained."""
+
+DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
+"""The text states depend on its tokens (64 with Qwen's tokenizer); the DiT does not get these."""
+
+HUB_SHAPE = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128}
+PX_OF_POLICY_TOKEN = 28 * 28
+"""Pixels of a source per token of Qwen2.5-VL."""
+HUB_MODULATION = 6.80e9
+"""Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
 
 
-class Config(DenoisingConfig):
+class QwenImageEditor(QwenImage[ConfigT]):
+    """A subclass names its pipeline and how the prompt shows several pictures."""
+
+    needs_source = True
+    picture: ClassVar[str] = "{image}"
+    """How the prompt shows a picture; `{image}` becomes its tokens and vision markers."""
+    transformer_class = "QwenImageTransformer2DModel"
+    vae_class = "AutoencoderKLQwenImage"
+    side_multiple_px = PATCH_PX
+    state_dim_key = "joint_attention_dim"
+    hub_state_dim = 3584  # Qwen2.5-VL-7B
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        f"Qwen/Qwen-Image-Edit{version}": {"transformer": 13.63e9, "vae": 0.127e9}
+        for version in ("", "-2509", "-2511")
+    }
+
+    @classmethod
+    def load(cls, config: ConfigT, device: str) -> Any:
+        from rl.renderers.qwen_image_loop import QwenImageLoop, load_parts
+
+        return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
+
+    @classmethod
+    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image_loop import QwenImageLoop
+
+        return QwenImageLoop.bucket_of(config, job)
+
+    @classmethod
+    def max_pictures(cls, config: ConfigT) -> int:
+        """Limit of source pictures per sample."""
+        return 1
+
+    @classmethod
+    def prompt_template(cls, config: ConfigT) -> PromptTemplate:
+        """The prompt with which the editor's text encoder was trained; the policy gets the same."""
+        return PromptTemplate(
+            text=DROPPED_PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+            drop_prefix=DROPPED_PREFIX,
+            image_area_px=config.policy_image_area_px,
+            image_multiple_px=SIZE_MULTIPLE_PX,
+            picture=cls.picture,
+            max_pictures=cls.max_pictures(config),
+        )
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        problems = super().problems(config, run)
+        overrides = config.scheduler_overrides
+        stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
+        if config.num_steps == 1 and stretched:
+            problems.append(
+                "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, "
+                "or scheduler_overrides: { shift_terminal: null }"
+            )
+        return problems
+
+    @classmethod
+    def is_on_device(cls, parameter: str) -> bool:
+        """False for the transformer's modulation (6.80 of 20.43 B parameters)."""
+        return not MODULATIONS & set(parameter.split("."))
+
+    @classmethod
+    def host_parameters(cls, config: ConfigT) -> float:
+        """Parameters of the transformer's modulation."""
+        folder = Path(config.model_path)
+        if not folder.is_dir():
+            return HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
+        return num_parameters(folder / "transformer", lambda name: not cls.is_on_device(name))
+
+    @classmethod
+    def shares_host_parameters(cls, config: ConfigT) -> bool:
+        """False with an adapter, which is fused into a copy per rank."""
+        return config.lora_path is None
+
+    @classmethod
+    def activation_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Values alive at the peak of a forward, per part, for a memory plan.
+
+        About 20 tensors of [tokens, 3072] in the transformer, 8 feature maps of 96 channels in the
+        VAE.
+        """
+        rows = config.batch_size * (2 if config.true_cfg_scale > 1 else 1)
+        area_px = output_area_px(config) + cls.max_pictures(config) * config.condition_area_px
+        return {
+            "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
+            "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
+        }
+
+    @classmethod
+    def picture_flops(cls, config: ConfigT) -> float | None:
+        """Text tokens, those of the source included, pass one half of a block's weights; latents,
+        the drawn picture's and the source's, pass the other half."""
+        if not (params := cls.transformer_params(config)):
+            return None
+        latents = (output_area_px(config) + config.condition_area_px) / PATCH_PX**2
+        tokens = latents + TEXT_TOKENS + config.policy_image_area_px / PX_OF_POLICY_TOKEN
+        each = denoising_flops(params / 2, *shape_of(config, HUB_SHAPE), tokens, tokens)
+        return forwards_per_picture(config) * each
+
+
+# ---- qwen image edit -----------------------------------------------------------------------------
+# Renderer plugin: Qwen-Image-Edit, conditioned on the policy's hidden states.
+
+
+class EditConfig(DenoisingConfig):
     """`renderer: { type: 'qwen_image_edit', ... }`."""
 
 
-class QwenImageEdit(QwenImageEditor[Config]):
+class QwenImageEdit(QwenImageEditor[EditConfig]):
     """Its text encoder reads the source picture, then the instruction."""
 
     pipeline = "QwenImageEditPipeline"
+
+
+# ---- qwen image edit plus ------------------------------------------------------------------------
+# Renderer plugin: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states.
+
+
+class EditPlusConfig(DenoisingConfig):
+    """`renderer: { type: 'qwen_image_edit_plus', ... }`."""
+
+    model_path: str = "Qwen/Qwen-Image-Edit-2511"
+    """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
+    policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 384 * 384
+    """Area of each source as the policy reads it, px^2."""
+    max_pictures: Annotated[int, Field(ge=1, le=16)] = 1
+    """Limit of source pictures per sample, for which memory is planned. The model was trained on 1
+    to 3. The output has the aspect ratio of the last source picture."""
+
+
+class QwenImageEditPlus(QwenImageEditor[EditPlusConfig]):
+    """Its text encoder reads numbered, downscaled source pictures, then the instruction."""
+
+    pipeline = "QwenImageEditPlusPipeline"
+    picture = "Picture {number}: {image}"
+
+    @classmethod
+    def max_pictures(cls, config: EditPlusConfig) -> int:
+        return config.max_pictures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from rl import build, printing
 from rl.api import find
 from rl.api.metric import Metric
-from rl.api.plugin import PluginBase
 from rl.run.plugin_metrics import prefix_of
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
@@ -57,10 +55,9 @@ def shipped_rows() -> dict[str, Metric]:
     rows: dict[str, Metric] = {}
     for kind, key in _CONFIG_KEYS.items():
         for name in build.plugins_of(kind):
-            module = importlib.import_module(build.module_of(kind, name))
-            for owner in find.plugins_in(module, PluginBase):
-                for suffix, metric in owner.metrics.items():
-                    rows[prefix_of(key) + suffix] = Metric(metric.unit, f"{name}: {metric.meaning}")
+            plugin, _ = find.import_plugin(build.class_of(kind, name))
+            for suffix, metric in plugin.metrics.items():
+                rows[prefix_of(key) + suffix] = Metric(metric.unit, f"{name}: {metric.meaning}")
     return rows
 
 

@@ -117,7 +117,7 @@ def _plugin(name: str) -> type[Any]:
     for kind, base in (("policies", Policy), ("engines", Engine)):
         is_shipped = name in build.plugins_of(kind)
         if is_shipped or find.is_dotted_path(name):
-            target, wrong = find.import_plugin(build.module_of(kind, name) if is_shipped else name)
+            target, wrong = find.import_plugin(build.class_of(kind, name) if is_shipped else name)
             if wrong:
                 raise ConfigError(wrong)
             cls, wrong = find.plugin_class(target, base)
@@ -211,7 +211,7 @@ def lines(subject: Subject) -> Iterator[Line]:
 def _prompt(subject: Subject) -> str:
     """The prompt follows the chat template.
     Fix: build it from tokenizer.apply_chat_template with add_generation_prompt, and the user's
-    words from prompting.plain_ids (rl/policies/shared/prompting.py)."""
+    words from prompting.plain_ids (rl/policies/prompting.py)."""
     from transformers import AutoTokenizer
 
     renderer, sample = subject.resolved.renderer, subject.samples[0]

@@ -24,7 +24,7 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.loading import not_a_file, printable, validate
 from rl.config.schema import RunConfig
-from rl.data.shared.rows import Lines, UnusableError, load_image
+from rl.data.rows import Lines, UnusableError, load_image
 from rl.files import over_white, png_bytes, write_atomically
 from rl.judge.http import BackgroundLoop
 from rl.printing import scrubbed

@@ -572,7 +572,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
     from rl import model_files
-    from rl.renderers.emu3_vq import emu3_vq_loop
+    from rl.renderers import emu3_vq_loop
 
     def shortened(config: Any) -> Any:
         for part in (config, getattr(config, "text_config", None)):

@@ -11,9 +11,9 @@ import torch
 from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
 from benchmarks.gpu_models import REAL
 from rl.algorithm.attention_kernels import Kernel, Runs
-from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
-from rl.policies.qwen_vl.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
-from rl.policies.shared import attention, trained_module
+from rl.policies import attention, trained_module
+from rl.policies.qwen_vl import load_tokenizer
+from rl.policies.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.tools.check_gpu import gpu_steps

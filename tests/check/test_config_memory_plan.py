@@ -49,7 +49,7 @@ from rl.check.memory_plan import (
 )
 from rl.check.this_machine import host_memory_gb
 from rl.meter import Recompute
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})

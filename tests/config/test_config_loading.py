@@ -13,7 +13,7 @@ from tiny_messages import holds
 from rl.config import loading
 from rl.config.loading import validate
 from rl.config.schema import ConfigError, load_config
-from rl.rewards.viescore import VieScore
+from rl.rewards.judged import VieScore
 
 
 def problems_of(path: Path, *overrides: str, env: dict[str, str] | None = None) -> list[str]:

@@ -11,7 +11,7 @@ from tiny_messages import holds
 
 from rl.api.data import RowRules
 from rl.data import edit_jsonl
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 GOOD = {"image": "china.jpg", "instruction": "make it dusk"}
 FLOWER = {"image": "flower.jpg", "instruction": "colour the petals blue"}

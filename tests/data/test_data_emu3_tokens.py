@@ -17,7 +17,7 @@ from tiny_tokens import fields, rename_globals, save_published, write_list
 from rl.api.data import RowRules
 from rl.data import emu3_tokens
 from rl.data.emu3_tokens import TokenisedEdit, UnreadableError
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 RULES = RowRules("error", 4096)
 

@@ -13,7 +13,7 @@ from tiny_messages import holds
 
 from rl.api.data import RowRules
 from rl.data import hf_dataset
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 COLUMNS = {"instruction": "edit", "source": "before"}
 MAX_SIDE_PX = 8192

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from rl.api.data import RowRules
 from rl.api.types import UnusableSampleError
 from rl.data import edit_jsonl, hf_dataset, prompts
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 GOOD = {"image": "ok.png", "instruction": "make it dusk"}

@@ -13,8 +13,8 @@ from PIL import EpsImagePlugin, Image, ImageCms
 from tiny_edits import PHOTO_SIZE, save_photos
 
 from rl import files
-from rl.data.shared import rows
-from rl.data.shared.rows import UnusableError, check_header, decode, load_image, locate
+from rl.data import rows
+from rl.data.rows import UnusableError, check_header, decode, load_image, locate
 from rl.tools.report.page import thumbnail
 
 
@@ -170,7 +170,7 @@ def test_exif_rotation_is_applied():
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_an_animation_gives_its_first_frame(kind, capsys, monkeypatch):
-    monkeypatch.setattr("rl.data.shared.rows._animated", [])
+    monkeypatch.setattr("rl.data.rows._animated", [])
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.data import prompts
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 MAX_SIDE_PX = 8192
 

@@ -17,7 +17,7 @@ from rl.api.data import DataSource, RowRules
 from rl.api.types import Sample
 from rl.config.schema import load_config
 from rl.data import edit_jsonl, hf_dataset
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 
 INSTRUCTION = {"instruction": "paint it"}
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}

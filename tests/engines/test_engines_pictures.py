@@ -15,7 +15,7 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import vllm as vllm_engine
+from rl.engines import vllm as vllm_engine
 
 SEEDS = [7, 70, 700, 7000]
 pytestmark = pytest.mark.slow

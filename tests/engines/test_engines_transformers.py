@@ -11,7 +11,7 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 
 TEMPERATURE = 0.7
 PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)

@@ -16,8 +16,8 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import vllm as vllm_engine
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.engines import vllm as vllm_engine
+from rl.policies.qwen_vl import Qwen25VL
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from tiny_rounding import FORWARD_TOL
 from rl.api.engine import EngineSetup
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
-from rl.engines.vllm import vllm as vllm_engine
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.engines import vllm as vllm_engine
+from rl.policies.qwen_vl import Qwen25VL
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.engines.vllm import vllm
-from rl.engines.vllm import vllm as vllm_engine
-from rl.engines.vllm.vllm_process import GRID, VOCABULARY
+from rl.engines import vllm
+from rl.engines import vllm as vllm_engine
+from rl.engines.vllm_process import GRID, VOCABULARY
 
 for name, value in vllm_engine.ENVIRONMENT.items():
     os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM
@@ -19,7 +19,7 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState  # noqa: E402
 
-from rl.engines.vllm.requests import V1Grammar, V2Grammar  # noqa: E402
+from rl.engines.vllm_requests import V1Grammar, V2Grammar  # noqa: E402
 
 EOL, EOF, EOI, EOS, IMAGE, START, END = 3, 4, 5, 6, 7, 10, 14
 NUM_IDS = 15
@@ -229,7 +229,7 @@ def test_a_vllm_of_another_interface_is_reported(monkeypatch):
     from rl.engines import vllm
 
     monkeypatch.delattr(vllm, "grammar")
-    monkeypatch.setitem(sys.modules, "rl.engines.vllm.requests", None)
+    monkeypatch.setitem(sys.modules, "rl.engines.vllm_requests", None)
     with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
         vllm_engine.grammar_arguments("folder", {}, None)
 

@@ -18,7 +18,7 @@ from rl.api.engine import EngineClaim, EngineSetup
 from rl.check import memory_plan
 from rl.check.memory_plan import PolicyModel
 from rl.config.schema import load_config
-from rl.engines.vllm import vllm as vllm_engine
+from rl.engines import vllm as vllm_engine
 
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",

@@ -19,9 +19,9 @@ from tiny_rounding import FORWARD_TOL
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.types import SamplingParams
+from rl.engines import vllm
+from rl.engines import vllm as vllm_engine
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import vllm
-from rl.engines.vllm import vllm as vllm_engine
 
 pytestmark = pytest.mark.slow
 

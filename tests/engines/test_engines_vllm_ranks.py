@@ -13,7 +13,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
 
     from rl.api.engine import EngineSetup
     from rl.api.types import SamplingParams
-    from rl.engines.vllm import vllm as vllm_engine
+    from rl.engines import vllm as vllm_engine
     from rl.ranks.dist import Dist
 
     dist = Dist.from_env("cpu")

@@ -20,9 +20,8 @@ from rl.api.plugin import Resources
 from rl.api.policy import PolicySetup
 from rl.model_files import align_weights
 from rl.policies import emu3
-from rl.renderers.emu3_vq import emu3_vq
+from rl.renderers import emu3_vq, sd3
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.renderers.sd3 import sd3
 
 Modules = list[torch.nn.Module]
 

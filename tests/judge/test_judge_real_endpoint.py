@@ -25,11 +25,7 @@ from rl.judge import client
 from rl.judge.client import JudgeClient
 from rl.judge.http import JudgeHttp
 from rl.judge.reply import DIGITS
-from rl.rewards.edit_quality import EditQuality
-from rl.rewards.expected_score import ExpectedScore
-from rl.rewards.rubric import Rubric
-from rl.rewards.spatial_reward import SpatialReward
-from rl.rewards.viescore import VieScore
+from rl.rewards.judged import EditQuality, ExpectedScore, Rubric, SpatialReward, VieScore
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from rl.api.types import Prompt, Sample, TrainSequence
 from rl.learner.backends import TorchBackend
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import TrainStep, pack_groups, split_evenly
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
 A_GROUP = 120

@@ -25,7 +25,7 @@ from rl.api.types import TrainSequence
 from rl.learner import backends
 from rl.learner.backends import TorchBackend, deepspeed_config
 from rl.learner.learner import Learner
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,14 @@ from PIL import Image
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import make
 
+from rl.api.reward import Reward
 from rl.api.types import Completion, RewardInput, RewardOutput, Sample
 from rl.config.loading import evaluate
 from rl.config.schema import RunConfig
 from rl.files import png_bytes
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
-from rl.rewards.edit_quality import EditQuality
-from rl.rewards.ground_score import GroundScore
-from rl.rewards.viescore import VieScore
-from rl.rewards.viescore_t2i import VieScoreT2I
+from rl.rewards.judged import EditQuality, GroundScore, VieScore, VieScoreT2I
 from rl.rollout.stream import Rollout
 from rl.run.run import Run
 from rl.run.set_up import open_run
@@ -84,7 +81,7 @@ def negative_prompts(policy: Any) -> list[Any]:
 
 # --- the judge ---------------------------------------------------------------------------------
 
-JUDGED: dict[ModuleType, int] = {VieScore: 2, VieScoreT2I: 2, EditQuality: 3, GroundScore: 1}
+JUDGED: dict[type[Reward[Any]], int] = {VieScore: 2, VieScoreT2I: 2, EditQuality: 3, GroundScore: 1}
 """Questions per picture."""
 REPLY = Fault(reply='{"score": [5, 5], "alignment": 0.5, "quality": 0.5}')
 
@@ -95,7 +92,7 @@ def noise_picture(seed: int) -> Image.Image:
 
 
 def ask_about_group(
-    plugin: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]
+    plugin: type[Reward[Any]], judge: FaultyJudge, pictures: Sequence[Image.Image]
 ) -> None:
     sample = Sample("a", "paint it red", sources=(noise_picture(98),), target=noise_picture(99))
 
@@ -113,7 +110,7 @@ def ask_about_group(
 
 @pytest.mark.parametrize("plugin", JUDGED, ids=lambda plugin: plugin.__name__.rpartition(".")[2])
 def test_a_groups_questions_differ_in_their_last_part_alone(
-    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+    plugin: type[Reward[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part that a group shares comes first, byte for byte, so that the judge can cache it."""
     encoded: Counter[bytes] = Counter()

@@ -21,9 +21,9 @@ from tiny_typing import typing_errors
 
 from rl.config.schema import ConfigError
 from rl.engines.transformers import TransformersEngine
-from rl.policies.shared import prompting
-from rl.policies.shared.policy_base import TrainedPolicy
-from rl.policies.shared.trained_module import TrainedModule
+from rl.policies import prompting
+from rl.policies.policy_base import TrainedPolicy
+from rl.policies.trained_module import TrainedModule
 from rl.tools import conformance
 from rl.tools.commands import export
 from rl.tools.notebook import load_run

@@ -11,7 +11,7 @@ from tiny_rounding import FORWARD_TOL
 
 from rl.api.engine import EngineSetup
 from rl.api.types import SamplingParams
-from rl.engines.vllm import vllm as vllm_engine
+from rl.engines import vllm as vllm_engine
 
 pytestmark = pytest.mark.slow
 

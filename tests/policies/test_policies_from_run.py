@@ -15,7 +15,7 @@ import torch
 
 from rl import build
 from rl.config.schema import load_config
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
 from rl.run.set_up import with_start

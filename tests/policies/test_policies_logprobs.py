@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_rounding import FORWARD_TOL
 
-from rl.policies.shared.trained_module import sliced_logprobs, token_logprobs
+from rl.policies.trained_module import sliced_logprobs, token_logprobs
 
 NUM_TOKENS, WIDTH, VOCAB = 13, 16, 50
 BANNED = torch.tensor([3, 48, 49])

@@ -15,7 +15,7 @@ from tiny_policy import TEMPERATURE, make_emu3, make_qwen, move, trainable
 from tiny_rounding import GRADIENT_TOL
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl.policies.shared.packing import completion_spans
+from rl.policies.packing import completion_spans
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 """Completion lengths of three groups."""

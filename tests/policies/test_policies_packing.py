@@ -7,11 +7,11 @@ from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.types import PackedGroup, Prompt, Sample
+from rl.policies import attention as kernels
 from rl.policies import emu3
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.shared import attention as kernels
-from rl.policies.shared import packing as packing
-from rl.policies.shared.attention import Packing, attention
+from rl.policies import packing as packing
+from rl.policies.attention import Packing, attention
+from rl.policies.qwen_vl import Qwen25VL
 
 GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
 """Groups (start, prompt length, completion lengths); lengths may be 0."""

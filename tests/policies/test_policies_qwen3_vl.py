@@ -20,7 +20,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import PolicySetup
 from rl.meter import LanguageModel, prefix_tree_pairs
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 """Completion lengths of three groups."""

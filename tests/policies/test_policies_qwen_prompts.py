@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.shared import prompting
+from rl.policies import prompting
+from rl.policies.qwen_vl_prompts import QwenPrompts
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,7 @@ from tiny_learner import (
 
 from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.qwen3_vl import Qwen3VL
-from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
+from rl.policies.qwen_vl import Qwen3VL, Qwen25VL, QwenVL
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

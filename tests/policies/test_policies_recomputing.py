@@ -10,7 +10,7 @@ import tiny_qwen
 import torch
 from tiny_rounding import GRADIENT_TOL
 
-from rl.policies.shared import attention
+from rl.policies import attention
 
 
 @pytest.fixture(scope="module")

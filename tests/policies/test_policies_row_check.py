@@ -17,17 +17,15 @@ from tiny_messages import holds
 
 from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.qwen3_vl import Qwen3VL
-from rl.policies.qwen_vl.qwen_vl_policy import load_tokenizer
-from rl.policies.qwen_vl.qwen_vl_prompts import (
+from rl.policies.prompting import chat_template
+from rl.policies.qwen_vl import Qwen3VL, Qwen25VL, load_tokenizer
+from rl.policies.qwen_vl_prompts import (
     Config,
     QwenPrompts,
     QwenRowCheck,
     Thinking,
     load_image_processor,
 )
-from rl.policies.shared.prompting import chat_template
 
 AREA = replace(tiny_qwen.TEMPLATE, image_area_px=1024 * 1024, image_multiple_px=32)
 SIZES = [(8, 8), (64, 30), (300, 9), (1280, 8), (1400, 8), (8, 1590), (400, 400)]

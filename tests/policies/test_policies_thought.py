@@ -17,10 +17,10 @@ from transformers import AddedToken
 from rl.api.policy import ThoughtSection
 from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
 from rl.learner.train_step import shared_filler
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.qwen_vl import qwen_vl_prompts as thought
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.shared import prompting
+from rl.policies import prompting
+from rl.policies import qwen_vl_prompts as thought
+from rl.policies.qwen_vl import Qwen25VL
+from rl.policies.qwen_vl_prompts import QwenPrompts
 
 THINK = {"instruction": "Think, then write {marker} and the words."}
 

@@ -9,7 +9,7 @@ import torch
 from tiny_ranks import run_ranks
 
 from rl.algorithm.metrics import Metrics
-from rl.engines.vllm import vllm as vllm_engine
+from rl.engines import vllm as vllm_engine
 from rl.ranks.dist import Dist
 from rl.tools.trained import pick_device
 

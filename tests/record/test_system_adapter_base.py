@@ -16,7 +16,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from rl.api.policy import PolicySetup
 from rl.model_files import Base, is_hub_id, noted
 from rl.policies import emu3
-from rl.policies.qwen2_5_vl import Qwen25VL
+from rl.policies.qwen_vl import Qwen25VL
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {

@@ -47,7 +47,7 @@ def main(cases: list[str]) -> None:
 
 def planted(fault: str) -> mock._patch[object]:
     """A fault in the render loop of Qwen-Image-Edit; '': none."""
-    from rl.renderers.qwen_image import qwen_image_denoiser, qwen_image_loop
+    from rl.renderers import qwen_image_denoiser, qwen_image_loop
 
     predict = qwen_image_loop.QwenImageLoop._predict
 

@@ -15,9 +15,8 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import RenderFailure
-from rl.renderers.qwen_image import qwen_image_loop
-from rl.renderers.shared import diffusion_loop
-from rl.renderers.shared.diffusion_loop import Fits, Outcome, render_in_batches
+from rl.renderers import diffusion_loop, qwen_image_loop
+from rl.renderers.diffusion_loop import Fits, Outcome, render_in_batches
 
 
 def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> None:

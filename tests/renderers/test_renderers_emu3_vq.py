@@ -19,9 +19,9 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProc
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
-from rl.renderers.emu3_vq import emu3_vq
-from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec, Emu3VqLoop, fit, load_codec
-from rl.renderers.shared.diffusion_loop import batches_of
+from rl.renderers import emu3_vq
+from rl.renderers.diffusion_loop import batches_of
+from rl.renderers.emu3_vq_loop import Emu3Codec, Emu3VqLoop, fit, load_codec
 
 FOUR = partial(emu3_vq.batch_of, 4)
 
@@ -173,7 +173,7 @@ def test_nan_is_blamed_on_the_renderer_and_fails_only_its_picture(tmp_path: Path
 def test_batches_of_large_pictures_are_smaller(codec: Emu3Codec, monkeypatch) -> None:
     renderer = Emu3VqLoop(codec, FOUR)
     sizes = count_decodes(renderer, monkeypatch)
-    monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq.UNIT_CODES", 16)
+    monkeypatch.setattr("rl.renderers.emu3_vq.UNIT_CODES", 16)
     list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
     assert sizes == [2, 1]  # two pictures of 32 x 64 px count as four of 32 x 32
 

@@ -24,14 +24,12 @@ from tiny_run import run_config
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob
 from rl.model_files import model_problems
-from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
-from rl.policies.shared.prompting import for_pictures
-from rl.renderers import none
-from rl.renderers.qwen_image import qwen_image_config
-from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
-from rl.renderers.sd3.sd3 import SD3
+from rl.policies.prompting import PICTURE as PICTURE_TOKENS
+from rl.policies.prompting import for_pictures
+from rl.renderers import none, qwen_image_config
+from rl.renderers.qwen_image_21 import QwenImage21
+from rl.renderers.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from rl.renderers.sd3 import SD3
 
 EDIT, IMAGE_21 = "qwen_image_edit", "qwen_image_21"
 PLUGINS: dict[str, Any] = {EDIT: QwenImageEdit, IMAGE_21: QwenImage21, "sd3": SD3}

@@ -24,11 +24,11 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.plugin import Resources
-from rl.renderers.qwen_image import qwen_image_loop
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts
+from rl.renderers import qwen_image_loop
+from rl.renderers.diffusion_loop import seeded_noise
+from rl.renderers.diffusion_renderer import SchedulerOverrides, override_scheduler, prepared
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.renderers.shared.diffusion_loop import seeded_noise
-from rl.renderers.shared.diffusion_renderer import SchedulerOverrides, override_scheduler, prepared
+from rl.renderers.qwen_image_loop import EditorParts
 
 
 @pytest.fixture(scope="module")

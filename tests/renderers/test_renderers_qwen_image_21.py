@@ -23,10 +23,10 @@ from tiny_qwen_image_21 import (
 from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image.qwen_image_loop import EditorParts as Parts
-from rl.renderers.qwen_image.qwen_image_loop import PictureVae
-from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
-from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, in_groups
+from rl.renderers.qwen_image_21_config import condition_sizes
+from rl.renderers.qwen_image_21_loop import QwenImage21Loop, in_groups
+from rl.renderers.qwen_image_loop import EditorParts as Parts
+from rl.renderers.qwen_image_loop import PictureVae
 
 GUIDED = 10 * PICTURE_TOL
 """A guidance of 3 multiplies rounding differences, and the random weights of the next step multiply

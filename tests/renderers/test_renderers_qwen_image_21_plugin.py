@@ -13,16 +13,11 @@ from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
 from rl.api.plugin import Resources
-from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
-from rl.policies.shared.prompting import for_pictures
-from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_21.qwen_image_21_config import (
-    Config,
-    areas_px,
-    condition_sizes,
-    drawn_size,
-)
-from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+from rl.policies.prompting import PICTURE as PICTURE_TOKENS
+from rl.policies.prompting import for_pictures
+from rl.renderers.qwen_image_21 import QwenImage21
+from rl.renderers.qwen_image_21_config import Config, areas_px, condition_sizes, drawn_size
+from rl.renderers.qwen_image_21_loop import QwenImage21Loop
 
 PROCESSOR_BOUNDS = {"image_min_pixels": 1, "image_max_pixels": 10**9}
 

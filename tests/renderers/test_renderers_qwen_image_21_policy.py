@@ -11,8 +11,8 @@ from tiny_rounding import FORWARD_TOL, PICTURE_TOL
 
 from rl.api.policy import PolicySetup
 from rl.api.types import RenderJob, Sample, UnusableSampleError
-from rl.policies.qwen3_vl import Config, Qwen3VL
-from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
+from rl.policies.qwen_vl import Config, Qwen3VL
+from rl.renderers.qwen_image_21 import QwenImage21
 
 
 @pytest.fixture(scope="module")

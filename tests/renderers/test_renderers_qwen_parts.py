@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
-from rl.renderers.qwen_image import qwen_image_denoiser
-from rl.renderers.qwen_image.qwen_image_denoiser import (
+from rl.renderers import qwen_image_denoiser
+from rl.renderers.diffusion_loop import to_pictures
+from rl.renderers.qwen_image_denoiser import (
     EIGHT_BITS,
     Denoiser,
     Fp8Linear,
@@ -27,9 +28,8 @@ from rl.renderers.qwen_image.qwen_image_denoiser import (
     move_without_modulation,
     round_blocks,
 )
-from rl.renderers.qwen_image.qwen_image_loop import FrameVae, prepare_transformer
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.renderers.shared.diffusion_loop import to_pictures
+from rl.renderers.qwen_image_loop import FrameVae, prepare_transformer
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
 SHAPES = [(1, 4, 6), (1, 2, 4)]

@@ -17,9 +17,8 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL, apart
 
 from rl.api.types import RenderFailure, RenderJob
-from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
-from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
+from rl.renderers.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from rl.renderers.qwen_image_loop import QwenImageLoop
 
 SIZES = ((128, 64), (64, 96), (64, 64))
 PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))

@@ -11,9 +11,9 @@ from tiny_messages import holds
 from tiny_rounding import PICTURE_TOL, apart
 from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer, render_floats
 
-from rl.renderers.sd3 import sd3_loop as sd3_text
-from rl.renderers.sd3.sd3_loop import SD3Parts
-from rl.renderers.shared.diffusion_loop import seeded_noise
+from rl.renderers import sd3_loop as sd3_text
+from rl.renderers.diffusion_loop import seeded_noise
+from rl.renderers.sd3_loop import SD3Parts
 
 LONG_PROMPT = "a very long walk along the sea " * 4
 """124 letters; the tiny tokenizers have one token per letter."""

@@ -15,7 +15,7 @@ import pytest
 from tiny_rewards import make
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.rewards.accuracy import accuracy
+from rl.rewards import accuracy
 
 RIGHT = [
     # numbers
@@ -275,7 +275,7 @@ def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[accuracy.Accuracy]:
-    reward = make(accuracy, accuracy.Config(max_cpu_s=1))
+    reward = make(accuracy.Accuracy, accuracy.Config(max_cpu_s=1))
     yield reward
     reward.close()
 
@@ -329,7 +329,7 @@ def test_an_answer_inside_the_thought_does_not_count(
 
 
 def test_a_box_is_an_answer_if_the_tag_is_not_required() -> None:
-    reward = make(accuracy, accuracy.Config(tag_required=False))
+    reward = make(accuracy.Accuracy, accuracy.Config(tag_required=False))
     assert grade(reward, "first \\boxed{1}, then \\boxed{\\text{a {5}}}", "a {5}").value == 1
     assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
     assert grade(reward, "\\boxed{5", "5").parts["parsed"] == 0
@@ -393,7 +393,7 @@ def test_a_hostile_answer_is_wrong_and_does_no_harm(
 
 @pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])
 def test_a_long_answer_is_graded_in_linear_time(answer: str) -> None:
-    reward = make(accuracy, accuracy.Config(max_answer_chars=10_000))
+    reward = make(accuracy.Accuracy, accuracy.Config(max_answer_chars=10_000))
     started = time.process_time()
     assert grade(reward, answered(answer), "blue").value == 0.0
     assert time.process_time() - started < 1

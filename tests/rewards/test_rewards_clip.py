@@ -19,8 +19,8 @@ from tiny_sd3 import clip_tokenizer
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.rewards.clip import clip
-from rl.rewards.clip.model import ClipModel
+from rl.rewards import clip
+from rl.rewards.clip_model import ClipModel
 from tiny_world.builder.prompt_models import make_clip
 
 PROMPTS = ["a cat", "a purple rabbit eating carrots", "a square wheel", "glass"]
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward(folder: Path) -> clip.Clip:
-    return make(clip, clip.Config(model_path=str(folder), batch_size=3))
+    return make(clip.Clip, clip.Config(model_path=str(folder), batch_size=3))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ class Scripted:
 
 def with_model(config: clip.Config, model: Any) -> clip.Clip:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl.rewards.clip.model.ClipModel", lambda _config, _device: model)
-        return make(clip, config)
+        patch.setattr("rl.rewards.clip_model.ClipModel", lambda _config, _device: model)
+        return make(clip.Clip, config)
 
 
 @pytest.mark.parametrize(

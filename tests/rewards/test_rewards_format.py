@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from tiny_rewards import grade_of
 
-from rl.rewards.format import Format
+from rl.rewards.accuracy import Format
 
 GOOD = "<think>two and two</think><answer>4</answer>"
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,18 +17,22 @@ from tiny_faulty_judge import Fault, FaultyJudge
 from tiny_messages import holds
 from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grade, make
 
+from rl.api.reward import Reward
 from rl.api.types import Region, RewardInput, Sample
 from rl.config.loading import validate
 from rl.judge.client import JudgeRefused
 from rl.judge.reply import UnreadableReplyError
-from rl.rewards.edit_quality import EditQuality
-from rl.rewards.expected_score import ExpectedScore
-from rl.rewards.ground_score import GroundScore
-from rl.rewards.rubric import Rubric
-from rl.rewards.shared.judging import PROMPTS
-from rl.rewards.spatial_reward import SpatialReward, read_grounded
-from rl.rewards.viescore import VieScore
-from rl.rewards.viescore_t2i import VieScoreT2I
+from rl.rewards.judged import (
+    PROMPTS,
+    EditQuality,
+    ExpectedScore,
+    GroundScore,
+    Rubric,
+    SpatialReward,
+    VieScore,
+    VieScoreT2I,
+    read_grounded,
+)
 
 REWARDS = [VieScore, VieScoreT2I, EditQuality, GroundScore, SpatialReward, ExpectedScore]
 
@@ -116,7 +119,7 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
     ],
 )  # fmt: skip
 def test_a_grade_is_computed_from_replies_by_hand(
-    reward: ModuleType, config: dict[str, Any], replies: list[str], value: float, parts: Any
+    reward: type[Reward[Any]], config: dict[str, Any], replies: list[str], value: float, parts: Any
 ) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge, **config)
@@ -168,7 +171,7 @@ UNGROUNDED = [
         *((SpatialReward, [reply, score(5, 5)]) for reply in UNGROUNDED),
     ],
 )
-def test_one_unreadable_reply_is_ungraded(reward: ModuleType, replies: list[str]) -> None:
+def test_one_unreadable_reply_is_ungraded(reward: type[Reward[Any]], replies: list[str]) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge)
     assert result.value is None and result.parts == {} and result.regions == ()
@@ -220,7 +223,7 @@ def prompt(name: str) -> str:
     return text.replace("{instruction}", EDIT)
 
 
-QUESTIONS: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
+QUESTIONS: list[tuple[type[Reward[Any]], list[tuple[Any, ...]]]] = [
     (VieScore, [
         (SOURCES[0], prompt("viescore_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
@@ -240,14 +243,16 @@ QUESTIONS: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
 """Exact to the byte, as recorded replies are looked up by their question."""
 
 
-def questions_of(reward: ModuleType, num_sources: int, **config: Any) -> list[tuple[Any, ...]]:
+def questions_of(
+    reward: type[Reward[Any]], num_sources: int, **config: Any
+) -> list[tuple[Any, ...]]:
     judge = ScriptedJudge("no idea")
     grade(reward, judge, num_sources, n_evals=1, **config)
     return [question.parts for question in judge.asked]
 
 
 @pytest.mark.parametrize(("reward", "questions"), QUESTIONS)
-def test_the_judge_gets_exact_prompts(reward: ModuleType, questions: list[Any]) -> None:
+def test_the_judge_gets_exact_prompts(reward: type[Reward[Any]], questions: list[Any]) -> None:
     assert questions_of(reward, 1) == questions
     if reward in (GroundScore, VieScoreT2I):  # they show no source
         assert questions_of(reward, 3) == questions
@@ -259,7 +264,7 @@ def test_the_judge_gets_exact_prompts(reward: ModuleType, questions: list[Any]) 
 )
 @pytest.mark.parametrize("num_sources", [2, 3])
 def test_several_sources_are_numbered(
-    reward: ModuleType, name: str, mark: str, num_sources: int
+    reward: type[Reward[Any]], name: str, mark: str, num_sources: int
 ) -> None:
     *before, text, result = questions_of(reward, num_sources)[0]
     assert before[::2] == [f"Source {number}:" for number in range(1, num_sources + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_rewards import grade_of
 
-from rl.rewards.prompt_quality import PromptQuality, score
+from rl.rewards.judged import PromptQuality, score
 
 CAT = "a cat"
 LONG = "a beautiful fluffy cat sitting on a windowsill, soft natural lighting, high quality, 4k"

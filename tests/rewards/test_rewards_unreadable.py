@@ -27,7 +27,7 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.ranks.dist import Dist
-from rl.rewards.viescore import VieScore
+from rl.rewards.judged import VieScore
 from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, scores
 from rl.rollout.stream import Rollout
 from rl.run.episode_metrics import rollout_metrics

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rl.api.types import Sample, UnusableSampleError
-from rl.data.shared.rows import BadRowError
+from rl.data.rows import BadRowError
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 
 

@@ -29,11 +29,10 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.config.schema import RunConfig
+from rl.engines import vllm as vllm_engine
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import vllm as vllm_engine
-from rl.policies import emu3
-from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.qwen_vl import qwen_vl_policy
+from rl.policies import emu3, qwen_vl
+from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import _write_manifest, model_folder
 from rl.tools.commands import export
@@ -292,7 +291,7 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(qwen_vl_policy, "load_image_processor", fail)  # written last
+        patch.setattr(qwen_vl, "load_image_processor", fail)  # written last
         assert "disk full" in refusal(export.main, [str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / ".merged.rl-export").mkdir()  # left by an export that was killed

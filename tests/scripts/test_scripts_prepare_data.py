@@ -17,7 +17,7 @@ from tiny_tokens import save_published
 from rl.api.data import RowRules
 from rl.data import emu3_tokens
 from rl.data.emu3_tokens import read
-from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec
+from rl.renderers.emu3_vq_loop import Emu3Codec
 from rl.tools.commands import prepare_data
 
 LIST = "list/tokenized_datalist.json"

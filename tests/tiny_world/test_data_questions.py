@@ -15,8 +15,8 @@ from rl.api.types import Sample
 from rl.build import resolve
 from rl.check.compatibility import compatibility_problems
 from rl.config.schema import load_config
-from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
-from rl.policies.shared.prompting import chat_template
+from rl.policies.prompting import chat_template
+from rl.policies.qwen_vl_prompts import QwenPrompts
 from tiny_world import questions
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import SyntheticConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from tiny_rewards import ask
 
+from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
-from rl.rewards.viescore import VieScore
-from rl.rewards.viescore_t2i import VieScoreT2I
+from rl.rewards.judged import VieScore, VieScoreT2I
 from tiny_world import captions, scenes
 from tiny_world.judge_server import JudgeServer
 from tiny_world.pixel_judge import grade_perception, grade_semantics
@@ -38,7 +38,11 @@ def edit() -> tuple[Sample, Image.Image]:
 
 
 def graded(
-    server: JudgeServer, plugin: ModuleType, sample: Sample, picture: Image.Image, **config: object
+    server: JudgeServer,
+    plugin: type[Reward[Any]],
+    sample: Sample,
+    picture: Image.Image,
+    **config: object,
 ) -> RewardOutput:
     return ask(plugin, server, RewardInput(sample, "", picture), config)
 

@@ -26,7 +26,7 @@ def config() -> Any:
 def pictures(config: Any) -> dict[str, list[Any]]:
     """Pictures that the shipped config renders from plain captions and from users' prompts."""
     from rl.api.types import RenderJob, Sample
-    from rl.renderers.sd3 import sd3
+    from rl.renderers import sd3
 
     section = sd3.Config.model_validate(config.renderer)
     renderer = sd3.SD3(section, Resources(None, "cpu"))

@@ -37,7 +37,7 @@ def test_each_code_is_exactly_one_block_of_pixels() -> None:
 
 @pytest.fixture(scope="module")
 def codec():
-    from rl.renderers.emu3_vq.emu3_vq_loop import load_codec
+    from rl.renderers.emu3_vq_loop import load_codec
 
     return load_codec(str(WEIGHTS / "emu3_vq"), None, "float32", "cpu")
 

@@ -14,11 +14,11 @@ from tiny_messages import holds
 
 EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_iterations": 2}}
 """No checkpoint is due before the last iteration."""
-RENDER = "rl.renderers.shared.diffusion_renderer:DiffusionRenderer"
+RENDER = "rl.renderers.diffusion_renderer:DiffusionRenderer"
 ENDS = [
     ("rl.rollout.prompt_order:PromptOrder.shard", "5", "ValueError", 2),
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
-    ("rl.policies.qwen2_5_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
+    ("rl.policies.qwen_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "5", "MemoryError", 2),
     (f"{RENDER}.render", "11", "OutOfMemoryError", 2),
     ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),

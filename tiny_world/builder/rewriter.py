@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rl.policies.shared.prompting import chat_template, tokenize
+from rl.policies.prompting import chat_template, tokenize
 from tiny_world.builder.models import make_policy, unit_gain
 from tiny_world.builder.reader import pad
 from tiny_world.builder.tokenizer import image_processor, train

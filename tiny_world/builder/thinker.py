@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rl.policies.shared.prompting import chat_template, tokenize
+from rl.policies.prompting import chat_template, tokenize
 from tiny_world.builder.models import HIDDEN, make_policy, unit_gain
 from tiny_world.builder.reader import pad
 from tiny_world.builder.rewriter import read_word

@@ -17,13 +17,12 @@ from rl.api.types import Completion, PackedGroup
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, sync
-from rl.policies.shared.attention import Packing, attention
+from rl.policies.attention import Packing, attention
 from rl.ranks.dist import Dist
-from rl.renderers.qwen_image import qwen_image_denoiser, qwen_image_loop
-from rl.renderers.qwen_image.qwen_image_denoiser import Fp8Linear, build_table
-from rl.renderers.qwen_image.qwen_image_loop import FrameVae
-from rl.renderers.qwen_image_21 import qwen_image_21_loop
-from rl.renderers.qwen_image_21.qwen_image_21_loop import PromptImage, Row
+from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loop
+from rl.renderers.qwen_image_21_loop import PromptImage, Row
+from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
+from rl.renderers.qwen_image_loop import FrameVae
 from rl.tools.check_gpu.lines import Line, Setup, result
 
 # ---- gpu engines ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from rl.config.schema import RunConfig
 from rl.console import duration, warn
 from rl.files import downscale, open_picture, png_bytes
 from rl.model_files import model_problems
-from rl.policies.shared.policy_base import TrainedPolicy
+from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
 from rl.record import publish
@@ -317,7 +317,7 @@ def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPo
     name = at(trained.config, "policy.type")
     require_trusted(name, name == trusted, "policy.type", f"rl export --policy {name}")
     shipped = name in build.plugins_of("policies")
-    found, problems = find.import_plugin(build.module_of("policies", name) if shipped else name)
+    found, problems = find.import_plugin(build.class_of("policies", name) if shipped else name)
     plugin, wrong = (
         (None, problems) if problems else find.plugin_class(found, build.PLUGIN_BASES["policies"])
     )

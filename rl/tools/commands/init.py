@@ -20,7 +20,7 @@ from rl.check import check_report
 from rl.check.this_machine import gpus
 from rl.config.loading import nearest, not_a_file
 from rl.config.schema import load_config
-from rl.data.shared.rows import Lines
+from rl.data.rows import Lines
 from rl.files import write_atomically
 
 COLUMNS = {

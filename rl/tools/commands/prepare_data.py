@@ -19,17 +19,17 @@ from rl import printing
 from rl.api.data import RowRules
 from rl.data import hf_dataset
 from rl.data.emu3_tokens import SUFFIX, TokenisedEdit, write
-from rl.data.shared.rows import BadRowError, Columns, Rows
+from rl.data.rows import BadRowError, Columns, Rows
 from rl.files import read_object, write_atomically
 from rl.model_files import model_problems
 from rl.progress import counted
-from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
-from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
+from rl.renderers.emu3_vq import Config as VqConfig
+from rl.renderers.emu3_vq import Emu3Vq
 from rl.tools.commands.edit import at_least_one
 from rl.tools.trained import pick_device
 
 if TYPE_CHECKING:
-    from rl.renderers.emu3_vq.emu3_vq_loop import Emu3Codec
+    from rl.renderers.emu3_vq_loop import Emu3Codec
 
 MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def tokenize(options: argparse.Namespace) -> None:
     """Encode each edit into a file in `<output>/feature/` (existing files are kept), then list all
     in `<output>/list/tokenized_datalist.json`. Raises ValueError."""
-    from rl.renderers.emu3_vq.emu3_vq_loop import load_codec
+    from rl.renderers.emu3_vq_loop import load_codec
 
     tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
     for problem in model_problems(Emu3Vq.models(tokenizer)):

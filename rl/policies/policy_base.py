@@ -1,0 +1,483 @@
+"""What the trainable policies share: loading, training, saving, where a run starts from."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel
+from typing_extensions import TypeVar
+
+from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
+from rl.api.policy import Decoder, Policy, PolicyConfig
+from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
+from rl.config.loading import not_a_file
+from rl.config.schema import RunConfig
+from rl.meter import MATRICES, prefix_tree_pairs
+from rl.model_files import (
+    ADAPTER_CONFIG,
+    Base,
+    align_weights,
+    fingerprint,
+    model_problems,
+    noted,
+    read_config,
+)
+from rl.policies.model_loading import adapt, local_folder
+from rl.policies.packing import pack, positions
+from rl.printing import excerpt
+from rl.ranks.dist import is_sharded
+from rl.record.checkpoint import MODEL_FOLDER, held_out_rewards, model_folder, read_state
+
+if TYPE_CHECKING:
+    import torch
+
+# ---- start from ----------------------------------------------------------------------------------
+# The checkpoint of another run whose adapter a policy starts from (`policy.from_run`).
+
+BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
+"""Keys of a policy's section that name its base model."""
+SHAPE = ("lora.r", "lora.alpha", "lora.target_modules")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint with an adapter."""
+
+    step: Path
+    iterations: int
+    policy: Mapping[str, Any]
+    """The policy section of the run that wrote it."""
+
+    def __str__(self) -> str:
+        reward = held_out_rewards(self.step.parent.parent).get(self.iterations)
+        score = "" if reward is None else f", held-out reward {reward:.3f}"
+        return f"{self.step} after {self.iterations} iterations{score}"
+
+
+def start_of(run: str) -> Start:
+    """The newest intact checkpoint of a run folder, or the checkpoint that `run` names. Raises
+    ValueError, with the remedy, if there is none or it holds no adapter."""
+    shown = excerpt(repr(run), 300)
+    if not Path(run).is_dir():
+        raise ValueError(f"{shown} is no folder; name a run folder or one of its checkpoints")
+    model = model_folder(Path(run))
+    step = model.parent
+    if model.name != MODEL_FOLDER or not (step / "state.json").is_file():
+        raise ValueError(f"{shown} has no checkpoint; name a run that has saved one")
+    if not (model / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{step} holds a whole model, no adapter; start from it with policy.model_path={model}"
+        )
+    state = read_state(step)
+    config = state["meta"].get("config")
+    policy = config.get("policy") if isinstance(config, Mapping) else None
+    if not isinstance(policy, Mapping):
+        raise ValueError(f"{step} is damaged: its state.json names no policy")
+    return Start(step, state["iteration"], policy)
+
+
+def differences(start: Start, config: BaseModel) -> list[str]:
+    """'key: why' for each key that makes the policy of the section `config` another model than the
+    start's. Raises ValueError (pydantic's) if this version cannot read the start's section."""
+    ours, theirs = config.model_dump(), dict(start.policy)
+    keys: tuple[str, ...] = ("type",)
+    if theirs.get("type") == ours.get("type"):
+        theirs = type(config).model_validate(theirs).model_dump()
+        keys = BASE + SHAPE
+    for section in (ours, theirs):
+        section |= {f"lora.{name}": value for name, value in (section.get("lora") or {}).items()}
+    return [
+        f"{key}: {excerpt(repr(ours.get(key)), 200)} given, but the adapter of from_run was "
+        f"trained with {excerpt(repr(theirs.get(key)), 200)}; make them equal"
+        for key in keys
+        if _comparable(ours.get(key)) != _comparable(theirs.get(key))
+    ]
+
+
+def _comparable(value: object) -> object:
+    """The same for all names of a folder, and for a list's items in any order."""
+    if isinstance(value, str) and Path(value).exists():
+        return Path(value).resolve()
+    return set(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+# ---- policy base ---------------------------------------------------------------------------------
+# The base class of the policies in `rl/policies`, and the config keys they share.
+
+WRAPPER = "model."
+"""Prefix of the model's parameter names in the policy's module."""
+ADAPTER_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+"""Keys of `lora`, and their names in an adapter's own config."""
+ADAPTER_FILES: Mapping[str, Any] = {
+    "config": ADAPTER_CONFIG,
+    "weights": ("adapter_model.safetensors", "adapter_model.bin"),
+}
+
+
+class TrainedPolicyConfig(PolicyConfig):
+    """Keys of every policy in `rl/policies`."""
+
+    model_path: str
+    """Folder or hub id of the weights."""
+    revision: str | None = None
+    """Hub revision of model_path; null = newest."""
+    adapter_path: str = ""
+    """PEFT adapter folder to start from ('' = a fresh one); must fit `lora`."""
+    from_run: str = ""
+    """Run folder whose newest checkpoint's adapter to start from, or one of its checkpoints; base
+    model and `lora` must be equal. '' = none. Read only before the first iteration."""
+    attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
+    """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
+    CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
+
+
+TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=TrainedPolicyConfig)
+
+
+class TrainedPolicy(Policy[TrainedConfigT]):
+    """Base class of a policy. A subclass sets `prompts` and `module`; `module.model` is the (PEFT)
+    model."""
+
+    model_types: ClassVar[Set[str]]
+    """Accepted values of `model_type` in a model's config.json."""
+    model_classes: ClassVar[Set[str]]
+    """Accepted values of `architectures` there: names of transformers classes."""
+    load_tokenizer: Callable[[Any], Any]
+    load_model: Callable[[Any], Any]
+    """Static methods: a section's tokenizer; its model on the CPU, without an adapter."""
+    embedding: str
+    """Name of the embedding weight, which is also the head's weight if the two are tied."""
+    vocabulary_slices: Sequence[int] = ()
+    """Bounds of slices of the vocabulary; each token's softmax runs over the slice that contains
+    it. (): one softmax over all ids except the banned ones."""
+
+    _start: Mapping[str, torch.Tensor] | None = None
+    """The adapter that the run starts from, on the CPU; None: a new one, which changes nothing, or
+    `setup.keeps_start` is False."""
+    module: Any
+    prompts: Any
+    """Has a `tokenizer` and a `completion_ids(text)`."""
+
+    @classmethod
+    def base(cls, config: TrainedConfigT) -> Base:
+        """The weights that training starts from."""
+        return Base(config.model_path, config.revision)
+
+    @classmethod
+    def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
+        return [config.model_path]
+
+    @classmethod
+    def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
+        kinds = (cls.model_types, cls.model_classes)
+        return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]
+
+    @classmethod
+    def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
+        errors: list[str] = []
+        adapter = config.adapter_path
+        if adapter and config.from_run:
+            errors.append("from_run: adapter_path is given, too; keep one of them")
+        elif config.from_run and config.lora is not None:
+            try:
+                errors += differences(start_of(config.from_run), config)
+            except (ValueError, OSError) as error:
+                errors.append(f"from_run: {error}")
+        if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
+            errors.append(f"adapter_path: {excerpt(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
+        elif adapter:
+            try:
+                saved = read_config(Path(adapter))
+                lora = {} if config.lora is None else config.lora.model_dump()
+                errors += [
+                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {saved[name]}: "
+                    "make them equal"
+                    for key, name in ADAPTER_KEYS.items()
+                    if key in lora and saved.get(name, lora[key]) != lora[key]
+                ]
+                errors += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
+            except ValueError as error:
+                errors.append(f"adapter_path: {error}")
+        key = "adapter_path" if adapter else "from_run"
+        if getattr(config, key) and config.lora is None:
+            errors.append(f"{key}: needs lora; full fine-tuning (lora: null) has no adapter")
+        half_on_cuda = config.dtype != "float32" and config.device != "cpu"
+        if config.attn_implementation == "varlen" and not half_on_cuda:
+            errors.append(
+                "attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA device, "
+                f"not dtype {config.dtype} on device {config.device!r}; use 'auto'"
+            )
+        if config.lora is not None:
+            adaptable = cls.adaptable(config)
+            errors += [
+                f"lora.target_modules: {name!r} is not a layer that LoRA can adapt; known: "
+                + ", ".join(sorted(adaptable))
+                for name in config.lora.target_modules
+                if name not in adaptable
+            ]
+            if not config.lora.target_modules:
+                errors.append("lora.target_modules: empty; name layers, or train all (lora: null)")
+        return errors
+
+    @classmethod
+    def device_problems(
+        cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
+    ) -> Iterable[str]:
+        """Reports a GPU too old for 'varlen' (`FLASH_CAPABILITY` in `attention_kernels.py`)."""
+        if config.attn_implementation == "varlen":
+            yield from too_old(
+                capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
+            )
+
+    @classmethod
+    def adaptable(cls, config: TrainedConfigT) -> Set[str]:
+        """Names of the linear layers that `lora.target_modules` may name."""
+        return set(MATRICES)
+
+    @classmethod
+    def no_effect(cls, config: TrainedConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if Path(config.model_path).is_dir():
+            yield from unread(config, "revision", "model_path is a folder")
+        if config.lora is not None and config.adapter_path:
+            keys = "target_modules init_seed"
+            yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
+        if config.lora is not None and config.from_run:
+            yield from unread(config.lora, "init_seed", "from_run has an adapter", at="lora.")
+
+    @classmethod
+    def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
+        """Save the files other than weights that prompts need: the tokenizer."""
+        cls.load_tokenizer(config).save_pretrained(folder)
+
+    def _prepared(self, model: Any, within: str) -> Any:
+        """Prepares a loaded model for training: adds the adapter (see `adapt` for `within`) and
+        moves the model to the policy's device. Raises ValueError for a model of another type: the
+        type of a hub model is known only once it is loaded."""
+        from rl.policies.attention import spare_activations
+
+        if (kind := model.config.model_type) not in self.model_types:
+            raise ValueError(
+                f"policy.model_path: {excerpt(repr(self.config.model_path), 300)} is a {kind!r}, "
+                f"which policy.type {self.config.type!r} does not load; set the type that does"
+            )
+        adapter = self.start_adapter(self.config)
+        model = adapt(model, self.config.lora, adapter, within, self.setup.seed)
+        if adapter and self.setup.keeps_start:
+            trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+            self._start = {name: parameter.detach().clone() for name, parameter in trained}
+        model = model.to(self.device)
+        align_weights(model, self.device)
+        spare_activations(model, self.setup.gradient_checkpointing)
+        return model
+
+    @classmethod
+    def start_adapter(cls, config: TrainedConfigT) -> str:
+        if config.from_run:
+            return str(start_of(config.from_run).step / MODEL_FOLDER)
+        return config.adapter_path
+
+    @cached_property
+    def _overlay(self) -> tempfile.TemporaryDirectory[str]:
+        """Temporary folder in which `engine_folder` links files; deleted with the policy."""
+        return tempfile.TemporaryDirectory(prefix="policy-")
+
+    def encode_completion(self, text: str) -> Completion:
+        """`text` as if the policy had written it and stopped, with log-probs of 0."""
+        ids = self.prompts.completion_ids(text)
+        return Completion(ids, (0.0,) * len(ids), "stop")
+
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        """Groups packed into one row on the policy's device, with their `position_ids` [..., S]."""
+        import torch
+
+        ids, groups, prompts = pack(rows)
+        packed = positions(groups, [self._positions(prompt) for prompt in prompts])
+        return TokenBatch(
+            input_ids=torch.tensor(ids).to(self.device, non_blocking=True),
+            groups=groups,
+            model_inputs={
+                "ids_on_host": torch.tensor(ids),
+                "position_ids": packed.to(self.device, non_blocking=True),
+                **self._model_inputs(rows, prompts),
+            },
+        )
+
+    def _positions(self, prompt: Prompt) -> torch.Tensor:
+        """[..., P] position ids of a prompt's tokens."""
+        import torch
+
+        return torch.arange(len(prompt.token_ids))
+
+    def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+        """The module's other inputs for these rows; `prompts`: one for each group."""
+        return {}
+
+    def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
+        """As in `rl.api.policy.Policy`, without the vision tower."""
+        sizes, num_completed = self.module.sizes, sum(completion_lens)
+        layers = prompt_len + num_completed, prefix_tree_pairs(prompt_len, completion_lens)
+        head_passes = 3 if self.config.lora is None else 2
+        return float(
+            sizes.forward_flops(*layers)
+            + sizes.backward_flops(*layers)
+            + head_passes * sizes.head_flops(num_completed)
+        )
+
+    def engine_folder(self) -> str:
+        path, revision = self.config.model_path, self.config.revision
+        return path if revision is None else str(local_folder(path, revision))
+
+    def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
+        from rl.policies.attention import PackedDecoder
+
+        batch = self.collate([(prompt, ()) for prompt in prompts_P])
+        return PackedDecoder(self.module, batch, num_rows)
+
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """LoRA: within this context the adapter is off. Full fine-tuning: as `reference`."""
+        if not self.module.adapted:
+            with self.reference():
+                yield
+            return
+        with self.module.model.disable_adapter():
+            yield
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within this context the module computes as it did before training.
+
+        LoRA: the adapter is off, or has the weights that the run started from. Full fine-tuning:
+        the initial checkpoint's weights, kept on the CPU from the first use on, replace the trained
+        ones. Raises ValueError for that under ZeRO-3, which holds no complete tensors to swap.
+        """
+        if self.module.adapted and self._start is None:
+            with self.base_model():
+                yield
+            return
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        if is_sharded(self.module):
+            with self._sharded_start(trained):
+                yield
+            return
+        before = self._base if self._start is None else self._start
+        trained_data = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                weight = before[name.removeprefix(WRAPPER)]
+                parameter.data = weight.to(parameter, non_blocking=True)
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = trained_data[name]
+
+    @contextmanager
+    def _sharded_start(self, trained: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """`reference` under ZeRO-3: the adapter is gathered, written, and written back."""
+        start = self._start
+        if start is None:
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        now = _written(trained, {name: start[name.removeprefix(WRAPPER)] for name in trained})
+        try:
+            yield
+        finally:
+            _written(trained, now)
+
+    @cached_property
+    def _base(self) -> dict[str, torch.Tensor]:
+        """The weights before training, on the CPU."""
+        base = self.load_model(self.config)
+        align_weights(base, next(self.module.parameters()).device.type)
+        return dict(base.state_dict())
+
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """LoRA: copies of the adapter, because an engine scales its matrices in place. Full: the
+        weights in the policy's dtype, not copied if they already have it, because a second copy
+        of a large model would not fit beside an awake engine. Read them before the next update."""
+        exported = self._as_exported(tensors)
+        return PolicyWeights(
+            kind="lora" if self.module.adapted else "full",
+            tensors=exported,
+            lora_config=self._lora_config() if self.module.adapted else None,
+            version=version,
+            fingerprint=fingerprint(exported),
+        )
+
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and processor."""
+        exported = self._as_exported(tensors)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        if self.module.adapted:
+            # Makes no collective calls, unlike transformers' own `save_pretrained`.
+            config = {**self._lora_config(), "inference_mode": True}
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (path / ADAPTER_CONFIG).write_text(text)
+            _write_safetensors(path / "adapter_model.safetensors", exported)
+            return
+        self._save_other_files(path)
+        _write_safetensors(path / "model.safetensors", {**self._base, **exported})
+
+    def _save_other_files(self, path: Path) -> None:
+        """Save the files of a transformers folder other than the weights."""
+        self.module.base_model.config.to_json_file(path / "config.json")
+        self.prompts.tokenizer.save_pretrained(path)
+
+    def _as_exported(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors under the names that engines and checkpoints use."""
+        if self.module.adapted:
+            # `model.base_model...lora_A.default.weight`: PEFT's own names lack `.default`.
+            return {
+                name.removeprefix(WRAPPER).replace(".default.", "."): tensor.detach().clone()
+                for name, tensor in tensors.items()
+            }
+        import torch
+
+        dtype = getattr(torch, self.config.dtype)
+        exported = {
+            name.removeprefix(WRAPPER): tensor.detach().to(dtype)
+            for name, tensor in tensors.items()
+        }
+        if self.module.base_model.config.tie_word_embeddings:
+            # An engine has a separate head even if the weights are tied.
+            exported["lm_head.weight"] = exported[self.embedding]
+        return exported
+
+    def _lora_config(self) -> dict[str, Any]:
+        """PEFT's config as JSON values (sets become sorted lists), with the adapter's base."""
+        peft_config = self.module.model.peft_config["default"].to_dict()
+        config = {k: sorted(v) if isinstance(v, set) else v for k, v in peft_config.items()}
+        return {**config, **noted(self.base(self.config), type(self.module.base_model).__name__)}
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes clones, because safetensors refuses tensors that share memory (tied weights)."""
+    from safetensors.torch import save_file
+
+    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(copies, path, metadata={"format": "pt"})
+
+
+def _written(
+    sharded: Mapping[str, Any], values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Write `values` into parameters that ZeRO-3 shards; returns the whole values before. The
+    methods are those that DeepSpeed gives its parameters. Collective."""
+    parameters = list(sharded.values())
+    parameters[0].all_gather(param_list=parameters)
+    before = {name: parameter.data.clone() for name, parameter in sharded.items()}
+    for name, parameter in sharded.items():
+        parameter.data.copy_(values[name])
+    parameters[0].partition(param_list=parameters, has_been_updated=True)
+    return before

@@ -1,0 +1,832 @@
+"""Qwen-VL's prompts, pictures and files; thoughts; which rows no prompt can be built of."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+from cachetools import LRUCache
+from pydantic import Field
+
+from rl.api.policy import ThoughtSection
+from rl.api.types import (
+    NO_MARKER,
+    UNFINISHED_THOUGHT,
+    Completion,
+    Prompt,
+    PromptTemplate,
+    Row,
+    Sample,
+    UnusableSampleError,
+)
+from rl.config.schema import MAX_COUNT
+from rl.files import read_object
+from rl.policies import prompting
+from rl.policies.model_loading import folder_here, load_tokenizer
+from rl.policies.policy_base import TrainedPolicyConfig
+from rl.progress import weights_counted
+from rl.ranks.dist import calls_in_step
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+    from tokenizers import Tokenizer
+
+# ---- qwen vl thought -----------------------------------------------------------------------------
+# Asks for a thought in the prompt, and splits a completion into its thought and its words.
+#
+# Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
+
+NO_WORDS = "empty: the completion holds no words"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A completion, split into its thought and its words."""
+
+    text: str
+    """The whole completion, without special tokens and surrounding white space."""
+    thought: str
+    """The start of `text` up to the marker and the white space after it; '' without a thought."""
+    num_thought_tokens: int
+    """Number of tokens before the first one that holds part of the words; all of them if there
+    is not a marker."""
+    word_ids: tuple[int, ...]
+    """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
+    failure: str | None
+    """Why the renderer gets no words."""
+
+    @property
+    def words(self) -> str:
+        return self.text.removeprefix(self.thought)
+
+
+class Thinking:
+    """Handles one policy's thoughts. Without `policy.thought`, everything it writes is words."""
+
+    def __init__(
+        self, prompts: QwenPrompts, section: ThoughtSection | None, renderer_reads_text: bool
+    ) -> None:
+        """`renderer_reads_text`: it reads no hidden states. Raises ValueError for a marker that
+        changes when the tokenizer encodes and decodes it: no completion would match it."""
+        self.renderer_reads_text = renderer_reads_text
+        self._prompts = prompts
+        self._section = section
+        self._request_ids: list[int] = []
+        self._marker_ids: list[int] = []
+        if section is None:
+            return
+        self._marker_ids = prompting.ids_of(prompts.tokenizer, section.marker)
+        if section.instruction:
+            request = "\n" + section.instruction.replace("{marker}", section.marker)
+            self._request_ids = prompting.ids_of(prompts.tokenizer, request)
+        decoded = self._decoded(self._marker_ids)
+        if decoded != section.marker:
+            raise ValueError(
+                f"policy.thought.marker: {section.marker!r} is read back as {decoded!r} by the "
+                "tokenizer in policy.model_path: it is a special token, or has characters that the "
+                "tokenizer normalises; give a marker that it keeps, such as 'Answer:'"
+            )
+
+    def prompt_to_sample(self, plain: Prompt) -> Prompt:
+        """The prompt to sample from: `plain` with the request to think inserted after the
+        instruction. Raises UnusableSampleError if it is too long."""
+        if self._section is None:
+            return plain
+        end = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
+        ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
+        length = len(ids) + len(self._marker_ids)  # as in `cut_short`
+        limit = self._prompts.max_prompt_tokens
+        if length > limit:
+            raise UnusableSampleError(
+                f"the prompt of sample {plain.sample.id!r} has {length} tokens with "
+                f"policy.thought.instruction and its marker ({length - len(plain.token_ids)} of "
+                f"them), more than policy.max_prompt_tokens = {limit}: raise it, shorten the "
+                "instruction, or drop the sample"
+            )
+        return replace(plain, token_ids=ids, without_thought=plain)
+
+    def cut_short(self, prompt: Prompt) -> Prompt | None:
+        """A prompt that asks for a thought, with the marker appended: the policy then writes only
+        words. None for a prompt that asks for no thought."""
+        if prompt.without_thought is None:
+            return None
+        return replace(prompt.plain, token_ids=(*prompt.token_ids, *self._marker_ids))
+
+    def words_of_cut(self, completion: Completion) -> Completion:
+        ids = self._words_after(completion.token_ids, 0)[1]
+        return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
+
+    def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
+        """Parse a completion; empty `ids` stand for the instruction. If the prompt asks for no
+        thought, the completion has none, even if it contains the marker."""
+        if self._section is not None and prompt.without_thought is not None:
+            return self.split(ids, self._section)
+        text = self._prompts.text(ids) if ids else prompt.sample.instruction
+        return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+
+    def split(self, ids: Sequence[int], section: ThoughtSection) -> Written:
+        """Split a completion at the last marker, which is searched in the decoded text, because it
+        may end inside a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the
+        last of them '>' with the breaks)."""
+        decoded = self._decoded(ids)
+        text, marker = decoded.strip(), section.marker
+        marker_start = decoded.rfind(marker)
+        if marker_start >= 0:
+            end = marker_start + len(marker)
+            num_before, word_ids = self._words_after(ids, end)
+            words = decoded[end:].strip()
+            failure = None if words else "empty: no words behind the thought"
+            if section.max_tokens is not None and num_before > section.max_tokens:
+                failure = (
+                    f"{UNFINISHED_THOUGHT}: {num_before} tokens up to its marker, more than "
+                    f"policy.thought.max_tokens = {section.max_tokens}"
+                )
+            thought = text.removesuffix(words) if words else text
+            return Written(text, thought, num_before, word_ids, failure)
+        if section.without_marker == "words":
+            return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+        if not text:
+            failure = NO_WORDS
+        elif ids[-1] in self._prompts.stop_ids:
+            failure = f"{NO_MARKER}: the completion ends without {marker!r} (policy.thought.marker)"
+        else:
+            failure = (
+                f"{UNFINISHED_THOUGHT}: cut off at {len(ids)} tokens without {marker!r} "
+                "(sampling.max_completion_tokens)"
+            )
+        return Written(text, text, len(ids), (), failure)
+
+    def _words_after(self, ids: Sequence[int], end: int) -> tuple[int, tuple[int, ...]]:
+        """(number of tokens before the first one that holds part of the words, ids of the words),
+        where the words start after the first `end` characters and white space. If they start inside
+        a token, the part up to its end is tokenized again, so that the same words have the same
+        ids after any thought."""
+        decoded = self._decoded(ids)
+        words = decoded[end:].lstrip()
+        before = decoded.removesuffix(words)
+        low, high = 0, len(ids)
+        while low < high:  # the fewest tokens whose text begins with `before`
+            middle = (low + high) // 2
+            if self._decoded(ids[:middle]).startswith(before):
+                high = middle
+            else:
+                low = middle + 1
+        if self._decoded(ids[:low]) == before:
+            return low, tuple(ids[low:])
+        # Ids that start inside a multi-token character do not decode to a suffix of `words`.
+        after = next(n for n in range(low, len(ids) + 1) if words.endswith(self._decoded(ids[n:])))
+        beginning = words.removesuffix(self._decoded(ids[after:]))
+        retokenized = prompting.plain_ids(self._prompts.tokenizer, beginning)
+        return low - 1, (*retokenized, *ids[after:])
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        text: str = self._prompts.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the policy encodes the words again without the thought, for the renderer."""
+        return self._section is not None and self._section.states == "words"
+
+    def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
+        """(rows of each group's distinct words after its plain prompt, [B] each row's index into
+        them). A row without words becomes its plain prompt with an empty completion."""
+        index_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        distinct_rows: list[Row] = []
+        index_B = []
+        for prompt, ids in rows:
+            word_ids = self.read(prompt, ids).word_ids
+            key = id(prompt.plain), word_ids
+            if key not in index_of:
+                index_of[key] = len(distinct_rows)
+                distinct_rows.append((prompt.plain, word_ids))
+            index_B.append(index_of[key])
+        return distinct_rows, index_B
+
+    def unread(self, prompt: Prompt, ids: Sequence[int]) -> tuple[int, int, int]:
+        """(first, end, leading): prompt tokens first..end ask for a thought, and the completion's
+        first `leading` tokens are the thought. The renderer does not get the states of these
+        tokens; the states that it gets attended to them."""
+        if prompt.without_thought is None:
+            return len(prompt.token_ids), len(prompt.token_ids), 0
+        end = len(prompt.token_ids) - self._prompts.num_tokens_after(prompt.plain)
+        num_request_tokens = len(prompt.token_ids) - len(prompt.plain.token_ids)
+        return end - num_request_tokens, end, self.read(prompt, ids).num_thought_tokens
+
+    def drawn_from(
+        self, prompt: Prompt, ids: Sequence[int], written: Written
+    ) -> tuple[int, ...] | None:
+        """The value of `Action.drawn_from`. For words that attended to a thought, the ids of the
+        request come first, so that the result differs from that of equal words without one."""
+        if prompt.without_thought is None:
+            return None
+        if self.renderer_reads_text or self.reads_again:
+            return written.word_ids
+        return (*self._request_ids, *ids)
+
+    def loss_mask(self, ids: Sequence[int]) -> Sequence[bool]:
+        """[T] which tokens of a completion are trained (`policy.thought.loss`)."""
+        if self._section is None or self._section.loss == "all":
+            return (True,) * len(ids)
+        num_thought = self.split(ids, self._section).num_thought_tokens
+        thought_trains = self._section.loss == "thought"
+        return [thought_trains] * num_thought + [not thought_trains] * (len(ids) - num_thought)
+
+
+# ---- qwen vl prompts -----------------------------------------------------------------------------
+# Qwen-VL's prompts, and which rows no prompt can be built of.
+
+# ---- qwen vl pictures ----------------------------------------------------------------------------
+# The vision tower's features of pictures; a frozen tower encodes each picture only once.
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture of a prompt, on the CPU."""
+
+    key: bytes
+    """A content hash: equal exactly for equal pictures."""
+    pixel_values: torch.Tensor
+    """[patches, C] float32, as transformers' image processor gives them."""
+    grid: torch.Tensor
+    """[1, 3] int64: frames, rows and columns of patches."""
+
+
+class Tower:
+    """Converts between the output of transformers' vision tower and features per picture, for
+    Qwen2.5-VL; other families override it."""
+
+    linear_layers: ClassVar[Set[str]] = frozenset({"qkv", "proj"})
+    """Names of the tower's linear layers; `lora` may name them if the tower is trained."""
+
+    def geometry(self, grid: torch.Tensor, visual: Any) -> Mapping[str, torch.Tensor]:
+        """What transformers' `visual` derives from `grid` [n, 3], under its names, on the CPU: from
+        a grid on the GPU each of its layers would make the host wait."""
+        from transformers import vision_utils
+
+        window_index, cu_window_seqlens = vision_utils.get_vision_window_index(
+            grid,
+            spatial_merge_size=visual.spatial_merge_size,
+            window_size=visual.window_size,
+            patch_size=visual.patch_size,
+        )
+        positions = vision_utils.get_vision_position_ids(grid, visual.spatial_merge_size)
+        return {
+            "position_ids": positions,
+            "window_index": window_index,
+            "cu_window_seqlens": cu_window_seqlens,
+        }
+
+    def features(self, encoded: Any) -> Sequence[torch.Tensor]:
+        """[N_img, W] of each picture, from the tower's output for all pictures; W as in an
+        inference engine's tower."""
+        pictures: Sequence[torch.Tensor] = encoded.pooler_output
+        return pictures
+
+    def encoded(self, features: Sequence[torch.Tensor], config: Any) -> Any:
+        """The inverse of `features`: the tower output that transformers' model accepts instead of
+        pictures. `config`: the tower's."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(pooler_output=tuple(features))
+
+
+class PictureFeatures:
+    """The features of one vision tower; while it is frozen, the last `max_kept` are cached."""
+
+    def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
+        """`trained`: whether any weight of the tower is trained, as of now: inside
+        `Policy.reference`, an adapter's parameters would look frozen."""
+        self._tower = tower
+        self._trained = trained
+        self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
+
+    def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
+        """Each picture's [N_img, W] features; None if there are no features.
+
+        A frozen tower encodes each missing picture alone: in a batch its last bits could differ,
+        and a resumed run, which has other pictures cached, would not be exact. Under ZeRO-3 each
+        call gathers weights from all ranks, so a rank that misses fewer pictures encodes blanks. A
+        trained tower encodes all of them together and always runs: in ZeRO-2 the backward has to
+        reach the same parameters on all ranks.
+        """
+        visual = vl_model.model.visual
+        picture_of = {picture.key: picture for picture in pictures}
+        missing = [picture for key, picture in picture_of.items() if key not in self._kept]
+        features_of = {key: self._kept[key] for key in picture_of if key in self._kept}
+        blank: list[torch.Tensor] = []
+        if self._trained:
+            encoded = self._encode(missing or [_blank(visual)], vl_model)
+            if missing:
+                features_of |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
+            else:
+                # No feature of the blank is used, but the backward reaches the tower.
+                blank = [encoded[0][:0]]
+        else:
+            for number in range(calls_in_step(len(missing), visual)):
+                if number < len(missing):
+                    picture = missing[number]
+                    [features_of[picture.key]] = self._encode([picture], vl_model)
+                else:
+                    self._encode([_blank(visual)], vl_model)
+            self._kept.update(features_of)
+        features = [features_of[picture.key] for picture in pictures] + blank
+        return features or None
+
+    def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
+        import torch
+
+        device = vl_model.device
+        pixel_values = torch.cat([picture.pixel_values for picture in pictures])
+        pixel_values = pixel_values.to(device, non_blocking=True)
+        grid = torch.cat([picture.grid for picture in pictures])
+        geometry = {
+            # Lengths of attention's runs are read on the host.
+            f"image_{name}": value if "seqlens" in name else value.to(device, non_blocking=True)
+            for name, value in self._tower.geometry(grid, vl_model.model.visual).items()
+        }
+        with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
+            encode = vl_model.model.get_image_features
+            encoded = encode(pixel_values, grid, return_dict=True, **geometry)
+            return list(self._tower.features(encoded))
+
+
+def _blank(visual: Any) -> Picture:
+    """The smallest possible picture, all zeros."""
+    import torch
+
+    side, embed = visual.spatial_merge_size, visual.patch_embed
+    num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+    grid = torch.tensor([[1, side, side]])
+    return Picture(b"", torch.zeros(side * side, num_values), grid)
+
+
+# ---- qwen vl loading -----------------------------------------------------------------------------
+# The keys of the Qwen-VL policies; loads their weights, tokenizer and image processor.
+
+FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))
+"""Files of which each model has one of each kind: of the tokenizer, of the image processor."""
+
+
+class Config(TrainedPolicyConfig):
+    """The policy section."""
+
+    model_path: str
+    """Folder or hub id: tokenizer, image processor and (usually) weights."""
+    init_text_encoder_from: str = ""
+    """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
+    text_encoder_subfolder: str = "text_encoder"
+    """The text encoder's subfolder in that editor."""
+    freeze_vision_tower: bool = True
+    """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
+    system_prompt: str = "You are a helpful assistant."
+    """For renderers that bring no template of their own; '' = no system turn."""
+    conditioning: Literal["policy", "base"] = "policy"
+    """Weights that make the renderer's hidden states: 'policy', the trained ones (the same forward
+    gives the old log-probs), or 'base', the untrained ones (the renderer sees no drifted state)."""
+    image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Smallest picture area the model sees, px; null = the processor's own."""
+    image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
+    """Largest picture area the model sees, px; null = the processor's own."""
+    max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
+    """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
+    on the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a
+    rank has more prompts than this in an iteration, their pictures are encoded again."""
+
+
+def load_image_processor(config: Config) -> Any:
+    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines. Raises
+    ValueError if the smallest picture is larger than the largest."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil.from_pretrained(
+        config.model_path, revision=config.revision
+    )
+    if config.image_min_pixels is not None:
+        processor.size["shortest_edge"] = config.image_min_pixels
+    if config.image_max_pixels is not None:
+        processor.size["longest_edge"] = config.image_max_pixels
+    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if least > most:
+        raise ValueError(
+            f"policy.image_min_pixels ({least}) is above policy.image_max_pixels ({most}), so that "
+            "small pictures become larger than large ones; where a key is null, the number is that "
+            f"of the image processor of {config.model_path}"
+        )
+    return processor
+
+
+def load_model(config: Config) -> Any:
+    """The `...ForConditionalGeneration` that its files name, on the CPU, in the configured dtype,
+    without an adapter."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from rl.policies.attention import register
+
+    source: dict[str, Any] = {"revision": config.revision}
+    path = config.model_path
+    if config.init_text_encoder_from:
+        path = config.init_text_encoder_from
+        source = {"subfolder": config.text_encoder_subfolder}
+    with weights_counted():
+        return AutoModelForImageTextToText.from_pretrained(  # nosec B615 # its `revision`
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation={"text_config": register(), "vision_config": "sdpa"},
+            trust_remote_code=False,
+            **source,
+        )
+
+
+# ---- qwen vl prompts -----------------------------------------------------------------------------
+# Converts a Qwen-VL's prompts and completions to and from token ids, without weights.
+
+STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
+MAX_SIDE_SUM = 14.3
+"""(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
+
+
+def after_rounding(area_px: int, added_px: int) -> int:
+    """Upper limit of the area of a picture of `area_px`, of a shape that the processor accepts,
+    after rounding adds up to `added_px` to each side. The template may round a thin side up to a
+    whole multiple; the processor's rounding adds at most half a token's side."""
+    return int(area_px + added_px * MAX_SIDE_SUM * area_px**0.5 + added_px**2)
+
+
+def no_picture(sample: Sample) -> UnusableSampleError:
+    return UnusableSampleError(
+        f"sample {sample.id!r} has no source picture, but the prompt template has one; give it "
+        "one, or leave it out"
+    )
+
+
+class QwenPrompts:
+    """Builds prompts from one template, with a tokenizer and an image processor."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any,
+        template: PromptTemplate,
+        needs_picture: bool,
+        max_prompt_tokens: int,
+    ) -> None:
+        """`needs_picture`: a sample without one is an error, not a text-only prompt."""
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self._template = template
+        self._needs_picture = needs_picture
+        self.max_prompt_tokens = max_prompt_tokens
+        self.stop_ids: tuple[int, ...] = tuple(tokenizer.convert_tokens_to_ids(STOP_TOKENS))
+        """The first one ends the turn."""
+        self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
+        self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
+
+    def prompt(self, sample: Sample, instruction: str) -> Prompt:
+        """The prompt with `instruction` and the sample's pictures. Raises UnusableSampleError, with
+        the sample's id, for a missing or unusable picture, for too many pictures, and for too long
+        a prompt."""
+        import torch
+
+        has_picture = "{image}" in self._template.text
+        max_pictures = self._template.max_pictures
+        sources = prompting.sources_of(sample, max_pictures) if has_picture else ()
+        bare = self.without_pictures(sample, instruction, [source.size for source in sources])
+        images = tuple(map(self._sized, sources))
+        # One call per picture: `pixel_values` [patches of all, C] and `image_grid_thw` [n, 3].
+        processed = [self.image_processor(images=[image], return_tensors="pt") for image in images]
+        names = processed[0] if processed else ()
+        inputs = {name: torch.cat([features[name] for features in processed]) for name in names}
+        return replace(bare, images=images, model_inputs=inputs)
+
+    def without_pictures(
+        self, sample: Sample, instruction: str, sizes: Sequence[tuple[int, int]]
+    ) -> Prompt:
+        """The prompt with the tokens of pictures of these sizes, (width, height) in px, but without
+        the pictures. Raises UnusableSampleError as `prompt` does."""
+        if "{image}" not in self._template.text:
+            sizes = ()
+        if self._needs_picture and not sizes:
+            raise no_picture(sample)
+        try:
+            final_sizes = [self._final_size(*size) for size in sizes]
+        except ValueError as error:
+            given = ", ".join(f"{width}x{height}" for width, height in sizes)
+            raise UnusableSampleError(
+                f"sample {sample.id!r}: the image processor refuses a source picture ({given} px): "
+                f"{error}; crop it, or drop the sample"
+            ) from error
+        lengths = [width * height // self._token_px**2 for width, height in final_sizes]
+        return self._tokenized(sample, instruction, lengths, self.max_prompt_tokens)
+
+    def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
+        """Where each picture's tokens are in the hidden states that the renderer reads."""
+        kept = prompt.token_ids[prompt.num_dropped_tokens :]
+        slots = [index for index, token in enumerate(kept) if token == self._image_id]
+        ranges, start = [], 0
+        for length in self._lengths(prompt.model_inputs if prompt.images else {}):
+            ranges.append(range(slots[start], slots[start] + length))
+            start += length
+        return tuple(ranges)
+
+    def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Number of tokens of each picture in these `model_inputs`."""
+        merged = self.image_processor.merge_size**2
+        grids = inputs["image_grid_thw"].tolist() if inputs else []
+        return [math.prod(grid) // merged for grid in grids]
+
+    def with_instruction(self, prompt: Prompt, instruction: str) -> Prompt:
+        """The same prompt with another instruction, of any length, whose pictures are not processed
+        again."""
+        lengths = self._lengths(prompt.model_inputs if prompt.images else {})
+        bare = self._tokenized(prompt.sample, instruction, lengths, math.inf)
+        return replace(bare, images=prompt.images, model_inputs=prompt.model_inputs)
+
+    def _tokenized(
+        self, sample: Sample, instruction: str, lengths: Sequence[int], limit: float
+    ) -> Prompt:
+        """The prompt with pictures of these numbers of tokens, but without the pictures."""
+        template = prompting.for_pictures(self._template, len(lengths))
+        short_ids = prompting.tokenize(self.tokenizer, template, instruction)
+        token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
+        if len(token_ids) > limit:
+            has_area = self._template.image_area_px is not None
+            area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
+            raise UnusableSampleError(
+                f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
+                f"({sum(lengths)} of them for pictures), more than policy.max_prompt_tokens = "
+                f"{limit}: raise it, lower {area}, or drop the sample"
+            )
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(token_ids),
+            num_dropped_tokens=prompting.num_prefix_tokens(self.tokenizer, template, token_ids),
+        )
+
+    @property
+    def _token_px(self) -> int:
+        """Side of the square of pixels that becomes one image token."""
+        return int(self.image_processor.patch_size * self.image_processor.merge_size)
+
+    def _final_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) in px after BOTH resizes, the renderer's and the processor's. Raises
+        ValueError for a picture that the processor refuses."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        if self._template.image_area_px is not None:
+            width, height = prompting.size_of_area(
+                width, height, self._template.image_area_px, self._template.image_multiple_px
+            )
+        size, before = (height, width), (0, 0)
+        while size != before:  # of a thin picture, the processor shortens its own result again
+            before = size
+            size = smart_resize(
+                *size,
+                factor=self._token_px,
+                min_pixels=self.image_processor.size["shortest_edge"],
+                max_pixels=self.image_processor.size["longest_edge"],
+            )
+        return size[1], size[0]
+
+    def _sized(self, image: Image) -> Image:
+        """The picture after both resizes, so that the trainer's and the engine's processors, which
+        resize differently, do not resize it."""
+        from PIL import Image as PILImage
+
+        from rl.files import over_white
+
+        size = self._final_size(*image.size)
+        # Treat every form of transparency as in the picture that the VAE gets.
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        if self._template.image_area_px is not None:
+            image = prompting.resize_to_area(
+                image, self._template.image_area_px, self._template.image_multiple_px
+            )
+        image = over_white(image)  # after the resize, which needs the transparency at edges
+        return image.resize(size, PILImage.Resampling(self.image_processor.resample))
+
+    @property
+    def picture_bounds(self) -> tuple[int, int]:
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds; the upper one
+        is lower if the template's area, after all rounding of the sides, stays below it."""
+        size = self.image_processor.size
+        smallest, largest = size["shortest_edge"], size["longest_edge"]
+        if (area := self._template.image_area_px) is not None:
+            multiple = self._template.image_multiple_px
+            area = max(smallest, area)
+            largest = min(largest, after_rounding(area, multiple + self._token_px // 2))
+        return smallest, largest
+
+    def num_tokens_after(self, prompt: Prompt) -> int:
+        """Number of tokens of `prompt` after the instruction."""
+        return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
+
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of `text` and the stop token, as the policy would have written them."""
+        return (*prompting.plain_ids(self.tokenizer, text), self.stop_ids[0])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Decode without special tokens and surrounding white space."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
+
+    def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
+        """All pictures of the prompts, in order."""
+        pictures = []
+        for prompt in prompts:
+            if not prompt.images:
+                continue
+            grids = prompt.model_inputs["image_grid_thw"].split(1)
+            patches = [int(grid.prod()) for grid in grids]
+            pixels = prompt.model_inputs["pixel_values"].split(patches)
+            parts_of_each = zip(self.picture_keys(prompt), pixels, grids, strict=True)
+            pictures += [Picture(*parts) for parts in parts_of_each]
+        return pictures
+
+    def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
+        """A content hash of each picture of `prompt`: two data sets may use the same id for
+        different pictures, and one picture may come with several instructions."""
+        from rl.files import digest
+
+        if prompt not in self._picture_keys:
+            self._picture_keys[prompt] = tuple(map(digest, prompt.images))
+        return self._picture_keys[prompt]
+
+
+# ---- qwen vl row check ---------------------------------------------------------------------------
+# Tells before a Qwen-VL's weights are loaded which rows it could build no prompt for.
+
+MAX_SAFE_RATIO = 100
+"""Largest ratio of a picture's sides that no rounding brings to the processor's limit of 200."""
+MIN_PX = 2**16
+"""The largest minimal area of a published image processor, Qwen3-VL's."""
+MARGIN = 16
+"""Tokens by which a text may grow where the template and the instruction meet."""
+_SPECIAL = re.compile(r"<\|\w+\|>")
+
+
+class QwenRowCheck:
+    """A `RowCheck`. A prompt is built, which imports transformers, torch and their 400 MB, for rows
+    alone that may be too long by two faster rules: a token has at least one byte; the file of the
+    tokenizer counts the tokens of a text."""
+
+    def __init__(self, config: Config, template: PromptTemplate | None, slot_px: int) -> None:
+        """`slot_px`: side of the square of pixels that becomes one image token, where the image
+        processor's file is not here."""
+        self._config = config
+        self._template = template or prompting.chat_template(config.system_prompt)
+        self._needs_picture = template is not None and template.needs_picture
+        self._default_slot_px = slot_px
+        self._most = lru_cache(maxsize=2**16)(self._most_tokens)
+        self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
+        self._num_tokens = cache(lambda num: self._count(self._text(num)))
+
+    def __call__(
+        self,
+        identity: str,
+        instruction: str,
+        sizes: Sequence[tuple[int, int] | None],
+        codes: np.ndarray | None,
+    ) -> bool:
+        if self._needs_picture and not sizes:
+            raise no_picture(Sample(identity, instruction))
+        most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
+        if self._is_short(instruction, len(sizes), most):
+            return True
+        if self._builder is None:
+            least = self._typical() * len(sizes)
+            if least >= self._config.max_prompt_tokens:
+                raise UnusableSampleError(
+                    f"its {len(sizes)} source pictures of some {self._typical()} tokens each fill "
+                    f"the prompt, and policy.max_prompt_tokens is {self._config.max_prompt_tokens}:"
+                    " raise it, or lower renderer.policy_image_area_px"
+                )
+        known = [size for size in sizes if size is not None]
+        if self._builder is None or len(known) < len(sizes):
+            return False
+        prompts, thinking = self._builder
+        sample = Sample(identity, instruction)
+        thinking.prompt_to_sample(prompts.without_pictures(sample, instruction, known))
+        return True
+
+    def _is_short(self, instruction: str, num_pictures: int, most: float) -> bool:
+        """Whether the prompt's text certainly has at most `most` tokens."""
+        instruction = unicodedata.normalize("NFC", instruction)
+        num_bytes = len(instruction.encode())
+        if self._num_bytes(num_pictures) + num_bytes <= most:
+            return True
+        most -= self._num_tokens(num_pictures)
+        if num_bytes <= most or most < 0:
+            return num_bytes <= most
+        # In an instruction, the text of a special token is ordinary text, which is longer.
+        is_plain = not any(special in instruction for special in self._specials)
+        return is_plain and self._count(instruction) <= most
+
+    def _text(self, num_pictures: int) -> str:
+        """All text of a prompt but its instruction."""
+        thought = self._config.thought
+        request = thought.instruction.replace("{marker}", thought.marker) if thought else ""
+        words = ["\n", request, thought.marker] if thought else []
+        template = prompting.for_pictures(self._template, num_pictures)
+        text = template.text.replace("{image}", prompting.PICTURE).replace("{instruction}", "")
+        return " ".join([text, *words])
+
+    def _count(self, text: str) -> float:
+        counter = self._counter
+        return len(counter.encode(text, add_special_tokens=False)) if counter else math.inf
+
+    def _most_tokens(self, size: tuple[int, int] | None) -> float:
+        """Upper limit of the tokens of a picture."""
+        token_px, area = self._slot_px, self._template.image_area_px
+        most_px = self._config.image_max_pixels or math.inf
+        if size is not None:
+            if max(size) > MAX_SAFE_RATIO * min(size):
+                return math.inf
+            width, height = size
+            if area is not None:
+                multiple_px = self._template.image_multiple_px
+                width, height = prompting.size_of_area(*size, area, multiple_px)
+            scale = max(1.0, math.sqrt(self._least_px / (width * height)))
+            added_px = token_px if scale > 1 else token_px / 2
+            most_px = min(most_px, (width * scale + added_px) * (height * scale + added_px))
+        elif area is not None:
+            added_px = self._template.image_multiple_px + token_px // 2
+            most_px = min(most_px, after_rounding(max(area, self._least_px), added_px))
+        return most_px // token_px**2
+
+    def _typical(self) -> int:
+        """Tokens of a picture that the renderer's template brings to its area; 0 without one."""
+        most_px = self._config.image_max_pixels or math.inf
+        return int(min(self._template.image_area_px or 0, most_px) // self._slot_px**2)
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, Any]:
+        """Those of the image processor's file; {} if it is not here."""
+        for name in reversed(FILES[1]):  # the order of transformers
+            folder = folder_here(self._config.model_path, self._config.revision, [[name]])
+            if numbers := folder and read_object(folder / name):
+                inner = numbers.get("image_processor", numbers)
+                return inner if isinstance(inner, Mapping) else {}
+        return {}
+
+    @cached_property
+    def _slot_px(self) -> int:
+        """Side of the square of pixels that becomes one image token."""
+        sides = [self._numbers.get(key) or 0 for key in ("patch_size", "merge_size")]
+        return math.prod(sides) or self._default_slot_px
+
+    @cached_property
+    def _least_px(self) -> int:
+        """The smallest area of a picture that the model sees."""
+        size = self._numbers.get("size") or {}
+        least = self._numbers.get("min_pixels") or size.get("shortest_edge")
+        return self._config.image_min_pixels or least or MIN_PX
+
+    @cached_property
+    def _counter(self) -> Tokenizer | None:
+        if self._folder is None or not (file := self._folder / FILES[0][0]).is_file():
+            return None
+        try:
+            from tokenizers import Tokenizer
+
+            counter = Tokenizer.from_file(str(file))
+        except Exception:  # a laptop may lack the package; it has no other class of errors
+            return None
+        counter.no_truncation()
+        counter.no_padding()
+        return counter
+
+    @cached_property
+    def _specials(self) -> list[str]:
+        tokens = self._counter.get_added_tokens_decoder() if self._counter else {}
+        return [token.content for token in tokens.values()]
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        return folder_here(self._config.model_path, self._config.revision, FILES)
+
+    @cached_property
+    def _builder(self) -> tuple[QwenPrompts, Thinking] | None:
+        """What builds the prompts in a run; None if its files or packages are not here. Raises
+        ValueError for a config with which no run can build any."""
+        if self._folder is None:
+            return None
+        here = self._config.model_copy(update={"model_path": str(self._folder), "revision": None})
+        try:
+            tokenizer, processor = load_tokenizer(here), load_image_processor(here)
+        except (ImportError, OSError):
+            return None
+        limit = here.max_prompt_tokens
+        prompts = QwenPrompts(tokenizer, processor, self._template, self._needs_picture, limit)
+        return prompts, Thinking(prompts, here.thought, renderer_reads_text=False)

@@ -1,0 +1,185 @@
+"""What the diffusion renderers share before models are loaded."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+from typing_extensions import TypeVar
+
+from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob
+from rl.config.schema import RunConfig, Section
+from rl.files import row_of
+from rl.model_files import num_parameters
+from rl.ranks.dist import resolve_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.renderers.diffusion_loop import DiffusionLoop, Outcome
+
+# ---- diffusion renderer --------------------------------------------------------------------------
+# Base class of the renderer plugins for diffusers pipelines.
+
+ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig, default=FrozenModelConfig)
+
+
+class DiffusionRenderer(Renderer[ConfigT]):
+    """A subclass names the pipeline's parts and loads the render loop."""
+
+    side_multiple_px: ClassVar[int]
+    """Sides of a fixed picture size are multiples of this."""
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
+    """Hub id -> part -> parameters on the device."""
+
+    def __init__(self, config: ConfigT, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.loop = self.load(config, resolve_device(config.device, resources.device))
+        self.state_dim = self.loop.state_dim
+        self.loop.may_split = resources.may_split
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: ConfigT, device: str) -> DiffusionLoop[Any, Any]:
+        """The loop, with its models on the device."""
+
+    @classmethod
+    @abstractmethod
+    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
+        """The settings that jobs must share to be drawn in one batch: the render loop's."""
+
+    @classmethod
+    def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
+        return cls.bucket_of(config, job), config.batch_size
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        return self.loop.render(jobs)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.loop.take_metrics()
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
+        unit = cls.side_multiple_px
+        return [
+            f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"
+            for key, side in sides.items()
+            if side is not None and side % unit
+        ]
+
+    @classmethod
+    def part(cls, section: ConfigT, subfolder: str, *kinds: str, **more: Any) -> ModelFiles:
+        """One part of the pipeline; by default a model that diffusers has saved."""
+        origin = {"subfolder": subfolder, "revision": section.revision}
+        options: dict[str, Any] = {"weights": DIFFUSERS_SAFETENSORS, **origin, **more}
+        return ModelFiles("model_path", section.model_path, frozenset(kinds), **options)
+
+    @classmethod
+    def part_names(cls, config: ConfigT) -> Sequence[str]:
+        """Subfolders of the models that are on the device."""
+        return ("transformer", "vae")
+
+    @classmethod
+    def is_on_device(cls, parameter: str) -> bool:
+        """Whether the parameter of this name is moved to the device."""
+        return True
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, for a memory plan.
+
+        From `hub_parameters`, or from a local folder's safetensors headers; {} for other hub ids.
+        """
+        folder, parts = Path(config.model_path), cls.part_names(config)
+        if folder.is_dir():
+            return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
+        counts = cls.hub_parameters.get(config.model_path)
+        return {part: counts[part] for part in parts} if counts else {}
+
+
+def shape_of(config: FrozenModelConfig, hub_shape: Mapping[str, int]) -> tuple[int, int]:
+    """(layers, width) of the transformer: of a local folder, else of the released model."""
+    layers, heads, head_dim = (transformer_value(config, k) or v for k, v in hub_shape.items())
+    return layers, heads * head_dim
+
+
+def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
+    """An integer from a local folder's transformer config; None if there is no such integer."""
+    file = Path(config.model_path, "transformer", "config.json")
+    if not file.is_file():
+        return None
+    value = (row_of(file.read_bytes()) or {}).get(name)
+    return value if isinstance(value, int) else None
+
+
+# ---- scheduling ----------------------------------------------------------------------------------
+# Noise schedules of flow-matching checkpoints, and the loop over their steps.
+
+
+class SchedulerOverrides(Section):
+    """Keys of the checkpoint's scheduler config to replace; omitted keys keep their values.
+
+    For Lightning adapters, set base_shift = max_shift = log 3 and shift_terminal = null.
+    """
+
+    use_dynamic_shifting: bool | None = None
+    """Shift the sigmas by the picture's size (base_shift, max_shift), not by a constant `shift`."""
+    base_shift: float | None = None
+    """Log shift for a picture of base_image_seq_len tokens (usually 256)."""
+    max_shift: float | None = None
+    """Log shift for a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); between the
+    two lengths, it is interpolated linearly in the number of tokens."""
+    shift: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Constant shift factor, with use_dynamic_shifting: false."""
+    shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
+
+    @model_validator(mode="after")
+    def _only_shift_terminal_may_be_null(self) -> SchedulerOverrides:
+        for key in sorted(self.model_fields_set - {"shift_terminal"}):
+            if getattr(self, key) is None:
+                raise ValueError(f"{key}: null is invalid; omit it to keep the checkpoint's value")
+        return self
+
+
+def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
+    """A copy of a diffusers scheduler with some keys of its config replaced."""
+    return type(scheduler).from_config(scheduler.config, **overrides.model_dump(exclude_unset=True))
+
+
+def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> Any:
+    """A copy of a diffusers scheduler with timesteps set to `schedule` (`sigmas` or
+    `num_inference_steps`), shifted for a picture of `num_tokens` (not counting its sources).
+
+    The log shift is interpolated between the checkpoint's base_shift and max_shift (Esser et al.
+    2024, section 5.3.2); the scheduler uses it only with `use_dynamic_shifting`.
+    """
+    scheduler, anchors = copy.deepcopy(scheduler), scheduler.config
+    slope = (anchors.max_shift - anchors.base_shift) / (
+        anchors.max_image_seq_len - anchors.base_image_seq_len
+    )
+    shift = float(num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len))
+    scheduler.set_timesteps(device=device, mu=shift, **schedule)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def denoise(
+    latents: torch.Tensor, scheduler: Any, velocity: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Turn noise into clean latents of the same shape.
+
+    Args:
+        scheduler: Returned by `prepared` for this call.
+        velocity: (step index, latents) -> velocity, in the shape of the latents.
+    """
+    for step, timestep in enumerate(scheduler.timesteps):
+        latents = scheduler.step(velocity(step, latents), timestep, latents, return_dict=False)[0]
+    return latents

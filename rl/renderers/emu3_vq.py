@@ -1,0 +1,105 @@
+"""Renderer plugin: Emu3's picture tokenizer, which draws the codes that a policy writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from rl.api.plugin import Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob, Sample
+from rl.config.schema import MAX_COUNT
+from rl.ranks.dist import resolve_device
+from rl.renderers.vq_checkpoint import (
+    ORIGINAL,
+    STANDALONE,
+    WHOLE,
+    count_parameters,
+    tokenizer_config,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rl.renderers.diffusion_loop import Outcome
+
+
+UNIT_CODES = 32 * 32
+"""Codes of 256x256 px, the area to which `batch_size` applies."""
+
+
+class Config(FrozenModelConfig):
+    """`renderer: { type: 'emu3_vq', ... }`."""
+
+    model_path: str = "BAAI/Emu3-VisionTokenizer"
+    """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
+    transformers' format, from which only the tokenizer is read."""
+    dtype: Dtype = "float32"
+    """Data type of the decoder; weights stored in another one are converted when loaded."""
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    """Pictures of 256x256 px per batch, proportionally fewer of larger ones; halved for a batch
+    that does not fit in memory."""
+
+
+def batch_of(batch_size: int, codes: np.ndarray) -> tuple[Hashable, int]:
+    """Pictures of one shape share a batch; of larger ones it has fewer, in proportion."""
+    limit = batch_size * UNIT_CODES // max(1, codes.size)
+    return codes.shape, min(batch_size, max(1, limit))
+
+
+class Emu3Vq(Renderer[Config]):
+    """Decodes the grids of codes that a policy writes, and encodes source pictures to codes."""
+
+    accepts = "image_tokens"
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        from rl.renderers.emu3_vq_loop import Emu3VqLoop, load_codec
+
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        codec = load_codec(config.model_path, config.revision, config.dtype, device)
+        self.loop = Emu3VqLoop(codec, partial(batch_of, config.batch_size), resources.may_split)
+
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        pictures = [sample.source for sample in samples if sample.source is not None]
+        if len(pictures) < len(samples):
+            raise ValueError("renderer 'emu3_vq' needs a source picture in every sample; add it")
+        codes = self.loop.codec.encode(pictures, area_px, self.config.batch_size)
+        pairs = zip(samples, codes, strict=True)
+        return [replace(sample, source_codes=grid) for sample, grid in pairs]
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        return self.loop.decode_sources(samples)
+
+    @classmethod
+    def batch_of(cls, config: Config, job: RenderJob) -> tuple[Hashable, int]:
+        return batch_of(config.batch_size, job.payload)
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        return self.loop.render(jobs)
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """The tokenizer, by itself or in a whole Emu3."""
+        kinds = frozenset({ORIGINAL, STANDALONE, WHOLE})
+        return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
+
+    @classmethod
+    def parameter_counts(cls, config: Config) -> dict[str, float]:
+        """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
+        count = count_parameters(config.model_path)
+        return {} if count is None else {"vq": count}
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a decode: about six full-size feature maps with twice the
+        base channels, in the block that halves their channels."""
+        file = Path(config.model_path) / "config.json"
+        tokenizer = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
+        return {"vq": 12.0 * tokenizer.get("base_channels", 256) * config.batch_size * 256 * 256}

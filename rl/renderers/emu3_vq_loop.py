@@ -1,0 +1,284 @@
+"""Emu3's VQ decoder and encoder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from PIL import Image
+
+from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.files import over_white
+from rl.model_files import align_weights
+from rl.renderers.diffusion_loop import Fits, Outcome, render_in_batches, to_pictures
+from rl.renderers.vq_checkpoint import INDEX, ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
+
+if TYPE_CHECKING:
+    from transformers import Emu3ImageProcessor, Emu3VQVAE
+
+# ---- codec ---------------------------------------------------------------------------------------
+# Encodes pictures to codes and decodes them with transformers' Emu3VQVAE, as single frames.
+
+
+class Emu3Codec:
+    """Emu3's frozen picture tokenizer, in evaluation mode, with its image processor.
+
+    The model is made for videos: the stock `encode` runs the 2-D encoder on four copies of a
+    picture, and the stock `decode` decodes four frames and returns the first. This class runs
+    the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions are causal
+    and see the same values, so the results are equal up to float rounding.
+    """
+
+    def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
+        """Without `processor`, pixels are scaled to -1..1, as the published tokenizer expects (the
+        default of `Emu3ImageProcessor` is CLIP's mean and standard deviation)."""
+        from transformers import Emu3ImageProcessor
+
+        self.model = model.eval().requires_grad_(False)
+        self.processor = processor or Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+    @property
+    def patch_px(self) -> int:
+        """Side of the square that one code represents, px."""
+        return int(self.model.spatial_scale_factor)
+
+    @torch.no_grad()
+    def decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes [B, h, w] int64 -> pixels [B, 3, h * patch_px, w * patch_px] float32, normalised.
+
+        Equals the first frame of `Emu3VQVAE.decode`, up to rounding.
+        """
+        model, decoder = self.model, self.model.decoder
+        quant = model.quantize.embedding(codes.to(model.device)).permute(0, 3, 1, 2).unsqueeze(2)
+        video = torch.cat([model.post_quant_conv(quant), quant])
+        for layer in decoder.time_res_stack:
+            video = layer(video)
+        for layer in decoder.time_conv:
+            video = layer(video)
+            video = video * torch.sigmoid(video)
+        hidden, quant = video[:, :, 0].chunk(2)
+        hidden = decoder.conv_in(hidden)
+        hidden = decoder.middle_block(hidden, quant)
+        hidden = decoder.up_block(hidden, quant)
+        hidden = decoder.norm_out(hidden, quant)
+        hidden = hidden * torch.sigmoid(hidden)
+        return decoder.conv_out(hidden).float()
+
+    @torch.no_grad()
+    def encode_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
+        """pixels [B, 3, H, W], normalised -> codes [B, h, w] int64; H and W multiples of patch_px.
+
+        Equals the codes of `Emu3VQVAE.encode`, up to rounding.
+        """
+        model, encoder = self.model, self.model.encoder
+        hidden = encoder.conv_in(pixels.to(model.device, model.dtype))
+        hidden = encoder.down_block(hidden)
+        hidden = encoder.middle_block(hidden)
+        hidden = encoder.norm_out(hidden)
+        hidden = encoder.conv_out(hidden * torch.sigmoid(hidden))
+        video = hidden.unsqueeze(2).repeat(1, 1, model.config.temporal_downsample_factor, 1, 1)
+        for layer in encoder.time_conv:
+            video = layer(video)
+            video = video * torch.sigmoid(video)
+        for layer in encoder.time_res_stack:
+            video = layer(video)
+        codes: torch.Tensor = model.quantize(model.quant_conv(video).permute(0, 2, 1, 3, 4))
+        return codes.squeeze(1)
+
+    def to_pictures(self, pixels: torch.Tensor) -> list[Image.Image]:
+        """[B, 3, H, W] normalised, finite -> RGB pictures, as the stock processor makes them."""
+        arrays = list(pixels.float().cpu().numpy())
+        pictures: list[Image.Image] = self.processor.postprocess(arrays)["pixel_values"]
+        return pictures
+
+    def encode(
+        self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
+    ) -> list[np.ndarray]:
+        """Scale each picture to about `area_px` and return its codes [h, w] int32."""
+        scaled = [fit(picture, area_px, self.patch_px) for picture in pictures]
+        indices_by_size: dict[tuple[int, int], list[int]] = {}
+        for index, picture in enumerate(scaled):
+            indices_by_size.setdefault(picture.size, []).append(index)
+        codes: dict[int, np.ndarray] = {}
+        for indices in indices_by_size.values():
+            for start in range(0, len(indices), batch_size):
+                batch = indices[start : start + batch_size]
+                pixels = self.processor.preprocess(
+                    [scaled[index] for index in batch], do_resize=False, do_pad=False
+                )["pixel_values"]
+                tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels)))
+                rows = tensors.cpu().numpy().astype(np.int32)
+                codes.update(zip(batch, rows, strict=True))
+        return [codes[index] for index in range(len(pictures))]
+
+
+def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
+    """Scale the picture (bicubic) to about `area_px`; its sides become multiples of `patch_px`.
+
+    The grids are as large as in the published data sets. Those crop up to one patch on the right
+    and bottom after scaling; this function instead changes the aspect ratio by up to one patch.
+    """
+    scale = math.sqrt(area_px / (picture.width * picture.height))
+    sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
+    width, height = sides
+    return over_white(picture).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
+    """Load the tokenizer of a hub id or folder; `vq_checkpoint.py` lists the supported checkpoints.
+
+    Raises OSError if a file is missing, ValueError if the checkpoint holds no Emu3 tokenizer.
+    """
+    from transformers import Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
+
+    with open(_file(model_path, revision, "config.json")) as stream:
+        config = json.load(stream)
+    with torch.device("meta"):
+        model = Emu3VQVAE(Emu3VQVAEConfig(**tokenizer_config(config)))
+    original = config["model_type"] == ORIGINAL
+    tensors = _read_tensors(model_path, revision, original, device)
+    expected = model.state_dict().keys()
+    if missing := sorted(expected - tensors.keys()):
+        raise ValueError(
+            f"{model_path}: {len(missing)} of the tokenizer's {len(expected)} tensors are "
+            f"missing, e.g. {missing[0]}; give a complete checkpoint"
+        )
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.to(getattr(torch, dtype))
+    align_weights(model, device)
+    files = ("preprocessor_config.json", "processor_config.json")
+    if not any(_file(model_path, revision, name, optional=True) for name in files):
+        return Emu3Codec(model)
+    processor = Emu3ImageProcessor.from_pretrained(model_path, revision=revision or "main")
+    return Emu3Codec(model, processor)
+
+
+def _read_tensors(
+    model_path: str, revision: str | None, original: bool, device: str
+) -> dict[str, torch.Tensor]:
+    """The tokenizer's tensors under transformers' names; downloads only files that hold them."""
+    from safetensors import safe_open
+
+    files = [WEIGHTS]
+    if index := _file(model_path, revision, INDEX, optional=True):
+        with open(index) as stream:
+            file_of: dict[str, str] = json.load(stream)["weight_map"]
+        files = sorted({file_of[name] for name in file_of if tensor_name(name, original=False)})
+    tensors = {}
+    for file in files:
+        path = _file(model_path, revision, file)
+        with safe_open(path, framework="pt", device=device) as stored:
+            for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
+                if name := tensor_name(stored_name, original):
+                    tensor = stored.get_tensor(stored_name)
+                    # The original attention has 1x1 convolutions; transformers has linear layers.
+                    linear = name.endswith("_proj.weight")
+                    tensors[name] = tensor.flatten(1) if linear else tensor
+    return tensors
+
+
+def _file(model_path: str, revision: str | None, name: str, optional: bool = False) -> Any:
+    """Path of a checkpoint file, downloaded from a hub id; None for a missing `optional` one."""
+    from transformers.utils import cached_file
+
+    return cached_file(
+        model_path, name, revision=revision, _raise_exceptions_for_missing_entries=not optional
+    )
+
+
+# ---- emu3 vq loop --------------------------------------------------------------------------------
+# The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
+
+NUM_KEPT_PICTURES = 256
+"""Decoded sources and targets cached between calls (0.2 MB each at 256^2)."""
+
+BatchOf = Callable[[np.ndarray], tuple[Hashable, int]]
+"""Codes -> (key, limit) of their batch, as `Renderer.batch_of`."""
+
+
+class Emu3VqLoop:
+    """Decodes codes to RGB pictures. A picture's last bits depend on its batch, so what was decoded
+    before does not change a batch."""
+
+    def __init__(self, codec: Emu3Codec, batch_of: BatchOf, may_split: bool = True) -> None:
+        self.codec = codec
+        self._batch_of, self._may_split = batch_of, may_split
+        self._cache: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
+        self._fits: Fits = {}
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
+
+        A failure blames the policy for invalid codes, and the renderer if the decoder fails.
+        """
+
+        def known(codes: np.ndarray) -> Outcome | None:
+            reason = self._why_invalid(codes)
+            return RenderFailure(reason, blame="policy") if reason else None
+
+        payloads = (job.payload for job in jobs)
+        return render_in_batches(
+            payloads, self._batch_of, known, self._draw_batch, self._fits, self._may_split
+        )
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples, with missing `source` and `target` pictures decoded from their codes.
+
+        Raises ValueError if this decoder does not know the codes, RuntimeError if it fails.
+        """
+        codes_by_key: dict[bytes, np.ndarray] = {}
+        for sample in samples:
+            for name, codes in _missing_pictures(sample):
+                if reason := self._why_invalid(codes):
+                    raise ValueError(
+                        f"sample {sample.id!r}: its {name} cannot be drawn: {reason}; tokenise the "
+                        "data with the renderer's own model_path (rl prepare)"
+                    )
+                codes_by_key[_key(codes)] = codes
+        drawn = {key: self._cache[key] for key in codes_by_key if key in self._cache}
+        missing = [codes for key, codes in codes_by_key.items() if key not in drawn]
+        for number, outcome in render_in_batches(
+            missing, lambda codes: (None, 1), lambda codes: None, self._draw_batch, {}
+        ):
+            if isinstance(outcome, RenderFailure):
+                raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
+            drawn[_key(missing[number])] = outcome
+        self._cache.update(drawn)
+        return [_with_pictures(s, drawn) for s in samples]
+
+    def _why_invalid(self, codes: np.ndarray) -> str | None:
+        if codes.ndim != 2 or not codes.size:
+            return f"bad_grid: codes of shape {list(codes.shape)}, not [h, w]"
+        low, high, last = codes.min(), codes.max(), self.codec.model.config.codebook_size - 1
+        if low >= 0 and high <= last:
+            return None
+        return f"bad_code: {low if low < 0 else high} is not in the codebook's 0..{last}"
+
+    def _draw_batch(self, grids: Sequence[np.ndarray], key: Hashable) -> list[Outcome]:
+        codes = torch.from_numpy(np.stack(grids).astype(np.int64))
+        return [*to_pictures(self.codec.decode_tensor(codes), self.codec.to_pictures)]
+
+
+def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:
+    pictures = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
+    sources = (pictures["source"],) if "source" in pictures else sample.sources
+    return replace(sample, sources=sources, target=pictures.get("target", sample.target))
+
+
+def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
+    """('source' or 'target', its codes) for each picture that the sample has only as codes."""
+    if sample.source is None and sample.source_codes is not None:
+        yield "source", sample.source_codes
+    if sample.target is None and sample.target_codes is not None:
+        yield "target", sample.target_codes
+
+
+def _key(codes: np.ndarray) -> bytes:
+    """A cache key; two keys are equal exactly if their grids are."""
+    return np.array(codes.shape, np.int64).tobytes() + codes.astype(np.int64).tobytes()

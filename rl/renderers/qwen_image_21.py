@@ -1,0 +1,130 @@
+"""Qwen-Image-2.1, without models: sections, checks, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, ClassVar
+
+from rl.api.metric import Metric
+from rl.api.types import PromptTemplate, RenderJob
+from rl.config.schema import RunConfig
+from rl.meter import denoising_flops
+from rl.renderers.diffusion_renderer import shape_of
+from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_problems, wrong_steps
+from rl.renderers.qwen_image_config import (
+    PATCH_PX,
+    SIZE_MULTIPLE_PX,
+    TEXT_TOKENS,
+    QwenImage,
+    forwards_per_picture,
+    output_area_px,
+)
+
+# ---- qwen image 21 -------------------------------------------------------------------------------
+# Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone.
+
+DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
+"""The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""
+
+HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
+
+PLANNED_TEXT_TOKENS = 512
+"""Text tokens per row that the memory plan assumes."""
+FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
+"""Tensors [tokens, width] alive in a forward; channels of the decoder's full-size feature maps."""
+
+
+class QwenImage21(QwenImage[Config]):
+    """Its text encoder reads the numbered pictures, then the instruction."""
+
+    state_kind = "pre_norm"
+    reads_transparency = True
+    pipeline = "QwenImage21Pipeline"
+    transformer_class = "QwenImage21Transformer2DModel"
+    vae_class = "AutoencoderKLQwenImage21"
+    side_multiple_px = SIZE_MULTIPLE_PX
+    state_dim_key = "context_in_dim"
+    hub_state_dim = 4096  # Qwen3-VL-8B
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        model: {"transformer": 7.115e9, "vae": 0.338e9}
+        for model in ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo")
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "rows_per_start": Metric(
+            "pictures", "drawn from one pass of source pictures through the transformer, mean"
+        )
+    }
+
+    @classmethod
+    def load(cls, config: Config, device: str) -> Any:
+        from rl.renderers.qwen_image_21_loop import QwenImage21Loop, load_parts
+
+        return QwenImage21Loop(config, load_parts(config, device))
+
+    @classmethod
+    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image_21_loop import QwenImage21Loop
+
+        return QwenImage21Loop.bucket_of(config, job)
+
+    @classmethod
+    def prompt_template(cls, config: Config) -> PromptTemplate:
+        """The stock pipeline's prompt; only the states of the system turn are dropped."""
+        return PromptTemplate(
+            text=DROPPED_PREFIX
+            + "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+            drop_prefix=DROPPED_PREFIX,
+            image_area_px=config.policy_image_area_px,
+            image_multiple_px=SIZE_MULTIPLE_PX,
+            picture="<image{number}>{image}",
+            between_pictures=" ",
+            max_pictures=config.max_pictures,
+            min_pictures=0,
+        )
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        problems = super().problems(config, run) + size_problems(config, run)
+        try:
+            step_problem = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
+        except ValueError as error:
+            step_problem = f"model_path: {error}; download it again, or give sigmas"
+        return [*problems, step_problem] if step_problem else problems
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a forward, per part, for a memory plan.
+
+        Transformer: the keys and values of `max_pictures` sources (twice with guidance) and of each
+        row's text, and about 18 tensors of [tokens, width] for the drawn pictures or for the
+        sources, whichever have more tokens. VAE: about 8 feature maps of twice 144 channels.
+        """
+        layers, width = shape_of(config, HUB_SHAPE)
+        rows_each = 2 if config.true_cfg_scale > 1 else 1
+        drawn_tokens, source_tokens = (
+            area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
+        )
+        kept_tokens = config.max_pictures * source_tokens * rows_each
+        rows = config.batch_size * rows_each
+        return {
+            "transformer": width
+            * (
+                2 * layers * (kept_tokens + rows * PLANNED_TEXT_TOKENS)
+                + FORWARD_TENSORS * max(rows * drawn_tokens, kept_tokens)
+            ),
+            "vae": 8
+            * 2
+            * DECODER_CHANNELS
+            * max(output_area_px(config), config.condition_area_px, 1024 * 1024),
+        }
+
+    @classmethod
+    def picture_flops(cls, config: Config) -> float | None:
+        """Drawn tokens pass all weights in each forward, and attend to text and source, which are
+        left out as queries: they are computed once per batch."""
+        if not (params := cls.transformer_params(config)):
+            return None
+        drawn = output_area_px(config) / PATCH_PX**2
+        keys = drawn + TEXT_TOKENS + config.condition_area_px / PATCH_PX**2
+        each = denoising_flops(params, *shape_of(config, HUB_SHAPE), drawn, keys)
+        return forwards_per_picture(config) * each

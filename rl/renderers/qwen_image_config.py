@@ -1,0 +1,192 @@
+"""Section and base class of the renderers over a Qwen-Image transformer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import TypeVar
+
+from rl.api.plugin import FrozenModelConfig, ModelFiles, Saving, unread
+from rl.config.loading import is_folder, not_a_file
+from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig
+from rl.model_files import missing_model
+from rl.renderers.diffusion_renderer import DiffusionRenderer, SchedulerOverrides, transformer_value
+
+# ---- denoising config ----------------------------------------------------------------------------
+# Config keys that the Qwen-Image plugins share, and picture sizes computed from them.
+
+SIZE_MULTIPLE_PX = 32
+"""Sides computed from an area are multiples of this, as in the stock pipelines."""
+
+PATCH_PX = 16
+"""One DiT token is 16x16 px: the VAE shrinks 8 times, latents are packed 2x2."""
+
+MODULATIONS = frozenset({"img_mod", "txt_mod"})
+"""Layers of each transformer block whose only input is the timestep; they stay in host memory."""
+
+Size = tuple[int, int]
+"""(width, height), px."""
+
+
+class DenoisingConfig(FrozenModelConfig):
+    """A frozen Qwen-Image. The defaults are the stock editing pipeline's."""
+
+    model_path: str = "Qwen/Qwen-Image-Edit"
+    """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
+    num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
+    """Denoising steps = transformer forwards per picture (twice as many with guidance). Fewer steps
+    than the checkpoint needs are an approximation: from 20 to 8 steps, the tiny editor's pictures
+    (0..1) change by 0.0009 on average and 0.11 at most; from 20 to 4, by 0.0018 and 0.27."""
+    true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 4.0
+    """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
+    negative_prompt: str = " "
+    """What guidance steers away from; read only when true_cfg_scale > 1."""
+    height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
+    """Fixed picture height, px, multiple of 16; None = from output_area_px."""
+    width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
+    """Fixed picture width, px, multiple of 16; None = from output_area_px."""
+    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
+    """Area of the rendered picture, px^2; the last source's aspect is kept (a square without
+    sources), sides in multiples of 32."""
+    condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
+    """Area each source is resized to for the VAE branch, px^2; its tokens cost as much as those of
+    the rendered picture. Less than the checkpoint was trained on is an approximation, perhaps a bad
+    one: at a quarter, the tiny editor's pictures (0..1) change by 0.11 on average."""
+    policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
+    """Area each source is resized to for the policy, px^2. Must equal condition_area_px for
+    qwen_image_21, which replaces each of the policy's image tokens with latents of that area."""
+    fp8: Literal["off", "storage"] = "off"
+    """'storage': store the matrices of the transformer's blocks in 8 bits, half their memory. An
+    approximation: the tiny editor's pictures (0..1, 2 steps) change by 0.0016 on average and 0.28
+    at most (bfloat16 alone: 0.0022 and 0.33), those of Qwen-Image-2.1 (20 steps) by 0.0005 and 0.02
+    (bfloat16 alone: 0.0011 and 0.02)."""
+    lora_path: str | None = None
+    """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
+    lora_weight_name: str | None = None
+    """File name inside lora_path when that is a folder or hub id with several."""
+    scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
+    """Values that replace keys of the checkpoint's scheduler config, for few-step adapters."""
+
+
+def fit_area(area_px: int, source_size: Size) -> Size:
+    """(width, height) in px, multiples of 32, of about `area_px` with the aspect of `source_size`.
+
+    Equals the stock pipelines' `calculate_dimensions`, except that a side of a very long picture is
+    at least 32 px where the stock function rounds it to 0.
+    """
+    ratio = source_size[0] / source_size[1]
+    width = math.sqrt(area_px * ratio)
+    height = width / ratio
+    sides = (round(side / SIZE_MULTIPLE_PX) * SIZE_MULTIPLE_PX for side in (width, height))
+    width_px, height_px = (max(side, SIZE_MULTIPLE_PX) for side in sides)
+    return width_px, height_px
+
+
+def output_size(config: DenoisingConfig, source_size: Size) -> Size:
+    """(width, height) in px of the rendered picture."""
+    if config.height_px is not None and config.width_px is not None:
+        return config.width_px, config.height_px
+    return fit_area(config.output_area_px, source_size)
+
+
+# ---- qwen image plugin base ----------------------------------------------------------------------
+# Base class of all Qwen-Image plugins: config checks, model files, parameter counts.
+
+TEXT_TOKENS = 300
+"""Text tokens of a row, instruction and description, that a plan of an iteration's time assumes."""
+
+ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
+
+
+class QwenImage(DiffusionRenderer[ConfigT]):
+    """A subclass adds the prompt template, the activation counts and the render loop."""
+
+    accepts = "hidden_states"
+    pipeline: ClassVar[str]
+    """`_class_name` of the stock pipeline."""
+    transformer_class: ClassVar[str]
+    vae_class: ClassVar[str]
+    state_dim_key: ClassVar[str]
+    """Key of the transformer's config.json that holds the width of the conditioning states."""
+    hub_state_dim: ClassVar[int]
+
+    @classmethod
+    def negative_prompt(cls, config: ConfigT) -> str | None:
+        """The negative prompt, which the policy must encode; None when guidance is off."""
+        return config.negative_prompt if config.true_cfg_scale > 1 else None
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        problems = super().problems(config, run)
+        if (config.height_px is None) != (config.width_px is None):
+            problems.append(
+                "height_px, width_px: set both for a fixed size, or neither for output_area_px"
+            )
+        if config.lora_weight_name and not config.lora_path:
+            problems.append("lora_weight_name: names a file of lora_path, which is not set")
+        lora = config.lora_path
+        if lora and not_a_file(lora):
+            problems += missing_model("lora_path", lora)
+            name = config.lora_weight_name
+            if is_folder(lora) and name and not_a_file(Path(lora, name)):
+                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
+        return problems
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if config.true_cfg_scale == 1:
+            yield from unread(config, "negative_prompt", "true_cfg_scale is 1")
+        if config.height_px is not None:
+            yield from unread(config, "output_area_px", "height_px and width_px are given")
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """The pipeline's index file, which is optional, and the parts that are loaded."""
+        index = {"config": "model_index.json", "config_required": False, "weights": ()}
+        return [
+            cls.part(config, "", cls.pipeline, **index),
+            cls.part(config, "transformer", cls.transformer_class),
+            cls.part(config, "vae", cls.vae_class),
+            cls.part(config, "scheduler", config="scheduler_config.json", weights=()),
+        ]
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Counted as weights of `config.dtype`; an fp8 weight is 1/2 (float32: 1/4) of one."""
+        counts = super().parameter_counts(config)
+        if config.fp8 != "off" and counts:
+            counts["transformer"] /= 4 if config.dtype == "float32" else 2
+        return counts
+
+    @classmethod
+    def transformer_params(cls, config: ConfigT) -> float:
+        """Weights of the transformer on the device, of any dtype; 0 if unknown."""
+        return super().parameter_counts(config).get("transformer", 0.0)
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """Width of the conditioning states, for a local folder or a known hub id; else None."""
+        width = transformer_value(config, cls.state_dim_key)
+        is_known = width is None and config.model_path in cls.hub_parameters
+        return cls.hub_state_dim if is_known else width
+
+    @classmethod
+    def savings(cls, config: ConfigT) -> Sequence[Saving]:
+        """Suggests a batch size of 1 first, then fp8 weights."""
+        fp8 = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
+        return [*super().savings(config), *fp8]
+
+
+def forwards_per_picture(config: DenoisingConfig) -> int:
+    """Forwards of one row: the steps, twice with guidance."""
+    return config.num_steps * (2 if config.true_cfg_scale > 1 else 1)
+
+
+def output_area_px(config: DenoisingConfig) -> int:
+    """Area of a rendered picture, px^2 (an upper bound)."""
+    return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px

@@ -1,0 +1,419 @@
+"""The forward of the Qwen-Image editors' transformer, over diffusers' weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from cachetools import LRUCache, cachedmethod
+from torch import nn
+
+from rl.renderers.qwen_image_config import MODULATIONS
+
+# ---- modulation ----------------------------------------------------------------------------------
+# Computes the transformer's modulation once per schedule; its weights stay in host memory.
+#
+# Legend: T steps of a schedule; P parts of the image tokens with their own modulation: 1, or 2
+# with `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
+# transformer's width.
+
+BUFFER_BYTES = 10**9
+NUM_KEPT_SCHEDULES = 32
+"""Tables cached in host memory, one per picture size: 4.4 MB per step in bfloat16."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepModulation:
+    """The modulation of one step: shift, scale and gate of attention, then those of the MLP. Scales
+    include the added 1, so that scales and shifts are the weights and biases of a layer norm."""
+
+    image: torch.Tensor
+    """[blocks, P, 6, D], for image tokens."""
+    text: torch.Tensor
+    """[blocks, 1, 6, D], for text tokens."""
+    out: torch.Tensor
+    """[2, D]: shift and scale before the last projection."""
+
+    def to(self, device: Any) -> StepModulation:
+        """Without a wait for the GPU's earlier work."""
+        parts = (self.image, self.text, self.out)
+        return StepModulation(*(part.to(device, non_blocking=True) for part in parts))
+
+
+class ModulationTables:
+    """The tables of one transformer, each computed when its schedule is first used.
+
+    A third of the parameters (6.8 of 20.4 B, `img_mod` and `txt_mod` of every block) depend only
+    on the timestep: they run once per schedule, which saves 13.6 GB on the device in bfloat16.
+    """
+
+    def __init__(self, transformer: Any) -> None:
+        self._transformer = transformer
+        self._tables: LRUCache[Hashable, list[StepModulation]] = LRUCache(NUM_KEPT_SCHEDULES)
+
+    @cachedmethod(lambda self: self._tables, lambda self, timesteps_T: tuple(timesteps_T.tolist()))
+    def of_schedule(self, timesteps_T: torch.Tensor) -> list[StepModulation]:
+        return build_table(self._transformer, timesteps_T)
+
+
+@torch.no_grad()
+def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulation]:
+    """The modulation of all blocks at every step of a schedule, in host memory; `timesteps_T`:
+    the scheduler's, 1000 down to 0.
+
+    Computes on the device, as the stock forward does, so that the results are equal. The weights,
+    13.6 GB, go there through one buffer.
+    """
+    device, dtype, num_steps = transformer.device, transformer.dtype, len(timesteps_T)
+    # The stock pipeline rounds the timestep to the latents' dtype before dividing.
+    fractions = timesteps_T.to(device, dtype) / 1000
+    if transformer.config.zero_cond_t:
+        fractions = torch.cat([fractions, fractions.new_zeros(1)])
+    embedding = transformer.time_text_embed(fractions, torch.empty(0, dtype=dtype, device=device))
+    activated = F.silu(embedding)
+
+    def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Apply a block's linear layer: [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
+        rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
+        rows[:, 1] += 1  # the scales; indexing by a list would make the host wait
+        rows[:, 4] += 1
+        return rows
+
+    def by_part(rows: torch.Tensor) -> torch.Tensor:
+        """[T, P, 6, D]"""
+        parts = [rows[:num_steps]]
+        if transformer.config.zero_cond_t:
+            parts.append(rows[num_steps:].expand_as(parts[0]))
+        return torch.stack(parts, dim=1)
+
+    blocks = transformer.transformer_blocks
+    layers = [getattr(block, name)[1] for block in blocks for name in ("img_mod", "txt_mod")]
+    weights = on_device([part for layer in layers for part in (layer.weight, layer.bias)], device)
+    rows = [run(weight, bias) for weight, bias in zip(weights, weights, strict=True)]
+    image = torch.stack([by_part(of_block) for of_block in rows[::2]], dim=1)
+    text = torch.stack([of_block[:num_steps, None] for of_block in rows[1::2]], dim=1)
+    scale, shift = transformer.norm_out.linear(activated[:num_steps]).chunk(2, dim=-1)
+    out = torch.stack([shift, 1 + scale], dim=1)
+    return [StepModulation(*step) for step in zip(image.cpu(), text.cpu(), out.cpu(), strict=True)]
+
+
+def on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """CPU tensors of one dtype, in order, copied to the device through one page-locked buffer of
+    BUFFER_BYTES, so that the host waits once for each filling instead of for each tensor."""
+    total, largest = (f(tensor.numel() for tensor in tensors) for f in (sum, max))
+    num_values = max(largest, min(total, BUFFER_BYTES // tensors[0].element_size()))
+    buffer = torch.empty(num_values, dtype=tensors[0].dtype)
+    if device.type == "cuda":
+        buffer = buffer.pin_memory()
+    remaining = deque(tensors)
+    while remaining:
+        copies, end = [], 0
+        while remaining and end + remaining[0].numel() <= num_values:
+            tensor = remaining.popleft()
+            part = buffer[end : end + tensor.numel()].view(tensor.shape).copy_(tensor)
+            copies.append(part.to(device, non_blocking=True, copy=True))
+            end += tensor.numel()
+        yield from copies
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the buffer is filled again
+
+
+def move_without_modulation(transformer: Any, device: str) -> None:
+    """Move everything but the modulation, which stays in host memory. Where it is unchanged from
+    the checkpoint, it stays memory-mapped from the file, shared by all ranks of a machine."""
+    for name, child in transformer.named_children():
+        if name != "transformer_blocks":
+            child.to(device)
+    for block in transformer.transformer_blocks:
+        for name, child in block.named_children():
+            if name not in MODULATIONS:
+                child.to(device)
+
+
+# ---- qwen image denoiser -------------------------------------------------------------------------
+# One denoising step: our forward over the weights of a QwenImageTransformer2DModel.
+#
+# Legend: R rows of a forward (one per picture, two with guidance); N tokens of the picture, M of
+# its sources, S = N + M; L text tokens of all rows together; H heads of E values; D = H E the
+# transformer's width; P parts of the image tokens with separate modulation, 1 or 2.
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values [..., H, E] of one stream."""
+
+EPSILON = 1e-6
+"""Epsilon of every norm in the transformer."""
+
+
+def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Unmasked attention of queries [B, S, H, E] to keys and values [B, S', H, E]. PyTorch chooses
+    the kernel: cuDNN's on Hopper, else flash attention."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Conditioning:
+    """Inputs that are the same in all steps of a batch."""
+
+    text: torch.Tensor
+    """[L, D], projected."""
+    text_lens: tuple[int, ...]
+    """Text tokens of each row; they add up to L."""
+    sources: torch.Tensor
+    """[R, M, D], projected."""
+    text_rotary: torch.Tensor
+    """[L, 1, E / 2, 2] float32, cosine and sine; the text of every row has the same positions."""
+    image_rotary: torch.Tensor
+    """[S, 1, E / 2, 2] float32."""
+
+
+class Stream(NamedTuple):
+    """The layers of one block that process one kind of token: image or text."""
+
+    projections: tuple[Any, Any, Any]
+    """Linear layers to queries, keys and values."""
+    norms: tuple[Any, Any]
+    """RMS norms of queries and keys."""
+    out: Any
+    mlp: Any
+
+
+def streams_of(block: Any) -> tuple[Stream, Stream]:
+    """The block's stream for image tokens, and its stream for text tokens."""
+    attn = block.attn
+    image_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
+    text_layers = (
+        (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        (attn.norm_added_q, attn.norm_added_k),
+        attn.to_add_out,
+    )
+    return Stream(*image_layers, block.img_mlp), Stream(*text_layers, block.txt_mlp)
+
+
+class Denoiser:
+    """Computes the stock forward, but skips results that are never used.
+
+    The text tokens of all rows are concatenated without padding, so attention needs no mask. Text
+    and source projections and rotary tables are computed once per batch, not in each step. The
+    modulation's scale and shift are passed as weight and bias of the layer norms. In the last block
+    only the tokens of the drawn picture have queries.
+    """
+
+    def __init__(self, transformer: Any) -> None:
+        self._model = transformer
+        self._streams = [streams_of(block) for block in transformer.transformer_blocks]
+
+    def prepare(
+        self,
+        states_R: Sequence[torch.Tensor],
+        sources: torch.Tensor,
+        shapes: Sequence[tuple[int, int, int]],
+    ) -> Conditioning:
+        """Compute the inputs that are the same in all steps of a batch.
+
+        Args:
+            states_R: [text tokens, joint_attention_dim] of each row.
+            sources: [R, M, in_channels] packed latents of the sources, concatenated.
+            shapes: (1, height, width) of the picture and of each source, in 16 px patches.
+        """
+        model = self._model
+        lengths = tuple(len(states) for states in states_R)
+        device, dtype = model.device, model.dtype  # diffusers walks all parameters at each access
+        states = torch.cat([states.to(device, dtype) for states in states_R])
+        image_rotary, text_rotary = (
+            torch.view_as_real(positions).unsqueeze(1)
+            for positions in model.pos_embed(
+                [list(shapes)], max_txt_seq_len=max(lengths), device=device
+            )
+        )
+        return Conditioning(
+            text=model.txt_in(model.txt_norm(states)),
+            text_lens=lengths,
+            sources=model.img_in(sources),
+            text_rotary=torch.cat([text_rotary[:length] for length in lengths]),
+            image_rotary=image_rotary,
+        )
+
+    def velocity(
+        self, latents: torch.Tensor, cond: Conditioning, modulation: StepModulation
+    ) -> torch.Tensor:
+        """[R, N, in_channels] noisy latents -> [R, N, in_channels]."""
+        num_targets = latents.shape[1]
+        image = torch.cat([self._model.img_in(latents), cond.sources], dim=1)
+        text = cond.text
+        last = len(self._streams) - 1
+        for index, (image_stream, text_stream) in enumerate(self._streams):
+            image_mod, text_mod = modulation.image[index], modulation.text[index]
+            num_queries = (num_targets, 0) if index == last else (image.shape[1], len(text))
+            image_heads = before_attention(
+                image_stream, image, image_mod, cond.image_rotary, num_targets, num_queries[0]
+            )
+            text_heads = before_attention(
+                text_stream, text, text_mod, cond.text_rotary, len(text), num_queries[1]
+            )
+            text_out, image_out = self._attend(text_heads, image_heads, cond.text_lens)
+            if index == last:
+                image, image_mod = image[:, :num_targets], image_mod[:1]
+            else:
+                text = after_attention(text_stream, text, text_mod, text_out, len(text))
+            image = after_attention(image_stream, image, image_mod, image_out, num_targets)
+        shift, scale = modulation.out.unsqueeze(1)
+        velocity: torch.Tensor = self._model.proj_out(_norm(image, shift, scale, num_targets))
+        return velocity
+
+    def _attend(
+        self, text: Heads, image: Heads, text_lens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention within each row over its text and image tokens, in this order.
+
+        Returns the outputs for text [.., D] and image [R, .., D], only of tokens with queries.
+        """
+        # Neighbouring rows with equally many text tokens share one attention call.
+        runs = [(len(list(run)), length) for length, run in itertools.groupby(text_lens)]
+        joint = (_by_run(*streams, runs) for streams in zip(text, image, strict=True))
+        num_image_queries = image[0].shape[1]
+        text_out, image_out = [], []
+        for queries, keys, values in zip(*joint, strict=True):
+            out = attention(queries, keys, values).flatten(2)
+            text_out.append(out[:, :-num_image_queries].flatten(0, 1))
+            image_out.append(out[:, -num_image_queries:])
+        return torch.cat(text_out), torch.cat(image_out)
+
+
+def _by_run(
+    text: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Joins `text` [L or 0, H, E] and `image` [R, .., H, E] to [rows, text tokens + .., H, E] for
+    each of `runs`, which are (rows, text tokens per row)."""
+    sizes = [rows * length if len(text) else 0 for rows, length in runs]
+    pairs = zip(text.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
+    return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
+
+
+def before_attention(
+    stream: Stream,
+    tokens: torch.Tensor,
+    modulation: torch.Tensor,
+    rotary: torch.Tensor,
+    num_first: int,
+    num_queries: int,
+) -> Heads:
+    """Queries, keys and values of tokens [.., tokens, D] that are modulated first.
+
+    `modulation`: [P, 6, D] as in `StepModulation`; P = 2: `num_first` tokens have the first part.
+    """
+    normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
+    return heads_of(normed, num_queries, stream.projections, stream.norms, rotary)
+
+
+def heads_of(
+    normed: torch.Tensor,
+    num_queries: int,
+    projections: tuple[Any, Any, Any],
+    norms: tuple[Any, Any],
+    rotary: torch.Tensor,
+) -> Heads:
+    """Queries of the first `num_queries` tokens [.., tokens, D], keys and values of all.
+
+    Args:
+        projections: Linear layers to queries, keys and values.
+        norms: RMS norms of queries and keys.
+        rotary: [tokens, 1, E / 2, 2] float32.
+    """
+    (query, key, value), (query_norm, key_norm) = projections, norms
+    size = query_norm.weight.shape
+    queries, keys, values = (
+        heads.unflatten(-1, (-1, *size))
+        for heads in (query(normed.narrow(-2, 0, num_queries)), key(normed), value(normed))
+    )
+    queries = F.rms_norm(queries, size, query_norm.weight, query_norm.eps)
+    keys = F.rms_norm(keys, size, key_norm.weight, key_norm.eps)
+    return rotate(queries, rotary[:num_queries]), rotate(keys, rotary), values
+
+
+def after_attention(
+    stream: Stream,
+    tokens: torch.Tensor,
+    modulation: torch.Tensor,
+    attention_out: torch.Tensor,
+    num_first: int,
+) -> torch.Tensor:
+    """[.., tokens, D] plus the projected `attention_out`, then plus the MLP's output."""
+    tokens = _add(tokens, stream.out(attention_out), modulation[:, 2], num_first)
+    normed = _norm(tokens, modulation[:, 3], modulation[:, 4], num_first)
+    tokens = _add(tokens, stream.mlp(normed), modulation[:, 5], num_first)
+    # As stock: a float16 overflow would spread as infinity.
+    return tokens.clip(-65504, 65504) if tokens.dtype == torch.float16 else tokens
+
+
+def _norm(
+    tokens: torch.Tensor, shift_PD: torch.Tensor, scale_PD: torch.Tensor, num_first: int
+) -> torch.Tensor:
+    parts = zip(_parts(tokens, shift_PD, num_first), scale_PD, shift_PD, strict=True)
+    return _join([F.layer_norm(part, w.shape, w, b, EPSILON) for part, w, b in parts])
+
+
+def _add(
+    tokens: torch.Tensor, branch: torch.Tensor, gate_PD: torch.Tensor, num_first: int
+) -> torch.Tensor:
+    tokens_P, branches_P = (_parts(side, gate_PD, num_first) for side in (tokens, branch))
+    return _join([torch.addcmul(*part) for part in zip(tokens_P, gate_PD, branches_P, strict=True)])
+
+
+def _parts(tokens: torch.Tensor, like_PD: torch.Tensor, num_first: int) -> Sequence[torch.Tensor]:
+    return [tokens] if len(like_PD) == 1 else tokens.tensor_split([num_first], dim=-2)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)
+
+
+def rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021): neighbouring values of a head form one complex number."""
+    pairs = heads.float().unflatten(-1, (-1, 2))
+    product = torch.view_as_complex(pairs) * torch.view_as_complex(rotary)
+    return torch.view_as_real(product).flatten(-2).type_as(heads)
+
+
+# ---- fp8 -----------------------------------------------------------------------------------------
+# Stores the linear layers of the transformer's blocks in 8 bits, to save memory.
+
+EIGHT_BITS = torch.float8_e4m3fn
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer with float8_e4m3 weights and one scale per output channel, so that each row's
+    largest weight becomes 448, the format's maximum. It multiplies in the activations' dtype."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        largest = linear.weight.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12)
+        scale = largest / torch.finfo(EIGHT_BITS).max
+        self.register_buffer("weight", (linear.weight / scale).to(EIGHT_BITS))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[.., in] -> [.., out], in the dtype of `tokens`."""
+        weight = self.weight.to(tokens.dtype) * self.scale.to(tokens.dtype)
+        return F.linear(tokens, weight, self.bias)
+
+
+def round_blocks(transformer: Any, device: str | torch.device) -> None:
+    """Move every block except its modulation to `device`, and replace its linear layers by
+    `Fp8Linear`, part by part: the device holds the original weights of one part at a time."""
+    for block in transformer.transformer_blocks:
+        for name, part in block.named_children():
+            if name in MODULATIONS:
+                continue
+            for path, layer in list(part.to(device).named_modules()):
+                if isinstance(layer, nn.Linear):
+                    part.set_submodule(path, Fp8Linear(layer))
