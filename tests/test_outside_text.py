@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl.api.data import RowRules
 from rl.config.schema import ConfigError, load_config
-from rl.data import edit_jsonl
+from rl.data.edit_jsonl import EditJsonl
 from rl.data.rows import BadRowError
 from rl.files import json_line, read_rows, row_of
 from rl.judge import reply
@@ -127,12 +127,12 @@ def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
         path = directory / "rows.jsonl"
         path.write_bytes("\n".join(rows).encode("utf-8", "surrogatepass"))
         columns = {"source": "", "target": ""}
-        config = edit_jsonl.Config.model_validate(
+        config = EditJsonl.Config.model_validate(
             {"type": "edit_jsonl", "path": str(path), "columns": columns}
         )
         for on_bad_row in ("error", "skip"):
             try:
-                kept = edit_jsonl.EditJsonl(config, RowRules(on_bad_row, 64))
+                kept = EditJsonl(config, RowRules(on_bad_row, 64))
             except BadRowError as error:
                 assert_printable(str(error).replace("\n", ""))
             else:

@@ -10,7 +10,7 @@ from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
 from tiny_messages import holds
 
 from rl.api.data import RowRules
-from rl.data import edit_jsonl
+from rl.data.edit_jsonl import EditJsonl
 from rl.data.rows import BadRowError
 
 GOOD = {"image": "china.jpg", "instruction": "make it dusk"}
@@ -25,17 +25,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def config(path: str, **more) -> edit_jsonl.Config:
-    return edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": path, **more})
+def config(path: str, **more) -> EditJsonl.Config:
+    return EditJsonl.Config.model_validate({"type": "edit_jsonl", "path": path, **more})
 
 
 def outcomes(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     """(problems, the error that is raised, ids kept under 'skip', number of rows skipped)."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
     with pytest.raises(BadRowError) as error:
-        edit_jsonl.EditJsonl(settings, RULES)
+        EditJsonl(settings, RULES)
     problems = str(error.value).split("\n")[:-1]
-    kept = edit_jsonl.EditJsonl(settings, RowRules("skip", MAX_SIDE_PX))
+    kept = EditJsonl(settings, RowRules("skip", MAX_SIDE_PX))
     ids = [kept[index].id for index in range(len(kept))]
     return problems, str(error.value), ids, kept.num_skipped
 
@@ -46,7 +46,7 @@ def test_photographs_and_instructions_become_samples(folder):
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
     ]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
-    source = edit_jsonl.EditJsonl(settings, RULES)
+    source = EditJsonl(settings, RULES)
     assert (len(source), source.num_skipped) == (2, 0)
     first, second = source[0], source[1]
     assert (first.id, first.instruction, first.category) == ("p-1", "make it dusk", "light")
@@ -70,8 +70,8 @@ def test_columns_can_have_other_names(folder):
         "hidden": {"solution": "answer"},
     }
     settings = config(write_jsonl(folder / "edits.jsonl", [row]), columns=columns)
-    assert edit_jsonl.EditJsonl.provides(settings) == {"source", "reference", "hidden:solution"}
-    sample = edit_jsonl.EditJsonl(settings, RULES)[0]
+    assert EditJsonl.provides(settings) == {"source", "reference", "hidden:solution"}
+    sample = EditJsonl(settings, RULES)[0]
     assert (sample.reference, sample.hidden) == ("the sky turns orange", {"solution": 4})
     assert sample.source.size == PHOTO_SIZE
 
@@ -79,10 +79,10 @@ def test_columns_can_have_other_names(folder):
 def test_pictures_may_be_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
-    assert len(edit_jsonl.EditJsonl(config(path, image_folder=str(folder)), RULES)) == 1
+    assert len(EditJsonl(config(path, image_folder=str(folder)), RULES)) == 1
     text = config(write_jsonl(other / "t.jsonl", [{"instruction": "2+2?"}]), columns={"source": ""})
-    assert edit_jsonl.EditJsonl.provides(text) == frozenset()
-    assert edit_jsonl.EditJsonl(text, RULES)[0].source is None
+    assert EditJsonl.provides(text) == frozenset()
+    assert EditJsonl(text, RULES)[0].source is None
 
 
 BAD_ROWS = {
@@ -129,9 +129,9 @@ def test_picture_headers_are_checked_at_start(folder):
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
     with pytest.raises(BadRowError, match=r"row 1: source picture .*PNG or JPEG"):
-        edit_jsonl.EditJsonl(settings, RULES)
+        EditJsonl(settings, RULES)
     with pytest.raises(BadRowError, match=r"row 2: .*640x427 px.*data.max_image_side_px"):
-        edit_jsonl.EditJsonl(settings, RowRules("error", 500))
+        EditJsonl(settings, RowRules("error", 500))
 
 
 def test_damaged_pictures_are_found_at_start(folder):
@@ -152,24 +152,22 @@ def test_damaged_pictures_are_found_at_start(folder):
         (folder / name).write_bytes(content)
     path = write_jsonl(folder / "edits.jsonl", [{**GOOD, "image": name} for name in files])
     with pytest.raises(BadRowError, match=r"row 1: source picture .*half.jpg .*truncated") as error:
-        edit_jsonl.EditJsonl(config(path), RULES)
+        EditJsonl(config(path), RULES)
     assert [line[: line.index(":")] for line in str(error.value).split("\n")[:-1]] == [
         f"{path}, row {row}" for row in (1, 2)
     ]
-    late = edit_jsonl.EditJsonl(config(path), RowRules("skip", MAX_SIDE_PX))
+    late = EditJsonl(config(path), RowRules("skip", MAX_SIDE_PX))
     assert late[0].id == "edits.jsonl:3"
     with pytest.raises(BadRowError, match=r"row 4: source picture .*broken.png"):
         late[1]
-    early = edit_jsonl.EditJsonl(
-        config(path, picture_check="pixels"), RowRules("skip", MAX_SIDE_PX)
-    )
+    early = EditJsonl(config(path, picture_check="pixels"), RowRules("skip", MAX_SIDE_PX))
     assert (len(early), early.num_skipped) == (1, 3)
 
 
 def test_a_file_without_usable_rows_is_reported(folder):
     def problem(path, mode="error"):
         with pytest.raises(BadRowError) as error:
-            edit_jsonl.EditJsonl(config(str(path)), RowRules(mode, MAX_SIDE_PX))
+            EditJsonl(config(str(path)), RowRules(mode, MAX_SIDE_PX))
         return str(error.value).split("\n")[0]
 
     assert holds(problem(folder / "gone.jsonl"), "gone.jsonl ... exist")
@@ -183,7 +181,7 @@ def test_a_file_without_usable_rows_is_reported(folder):
 def test_a_long_list_of_problems_is_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
     with pytest.raises(BadRowError) as error:
-        edit_jsonl.EditJsonl(settings, RULES)
+        EditJsonl(settings, RULES)
     problems = str(error.value).split("\n")
     assert len(problems) == 12
     assert "15 more" in problems[-2]

@@ -12,7 +12,7 @@ from tiny_edits import PHOTO_SIZE, save_photos
 from tiny_messages import holds
 
 from rl.api.data import RowRules
-from rl.data import hf_dataset
+from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError
 
 COLUMNS = {"instruction": "edit", "source": "before"}
@@ -54,13 +54,13 @@ def folder(tmp_path_factory):
         yield folder
 
 
-def config(path, **more) -> hf_dataset.Config:
+def config(path, **more) -> HfDataset.Config:
     values = {"type": "hf_dataset", "path": str(path), "columns": COLUMNS, **more}
-    return hf_dataset.Config.model_validate(values)
+    return HfDataset.Config.model_validate(values)
 
 
 def build(path, on_bad_row="error", **more):
-    return hf_dataset.HfDataset(config(path, **more), RowRules(on_bad_row, MAX_SIDE_PX))
+    return HfDataset(config(path, **more), RowRules(on_bad_row, MAX_SIDE_PX))
 
 
 @pytest.mark.parametrize("name", ["edits.parquet", "saved", "splits", "shards"])
@@ -85,7 +85,7 @@ def test_columns_and_nested_cells_are_read(folder):
     assert last.id == "edits.parquet[train]:2"
     assert (last.category, dict(last.hidden)) == ("add", {"level": 8})
     assert last.target.tobytes() == source[0].source.tobytes()
-    assert hf_dataset.HfDataset.provides(config("x/y", columns=columns)) == {
+    assert HfDataset.provides(config("x/y", columns=columns)) == {
         "source",
         "target",
         "hidden:level",
@@ -107,7 +107,7 @@ def test_a_missing_column_is_named_with_the_existing_ones(folder):
     settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
     expected = "edits.parquet: ... 'prompt', 'image' ... before, after, edit, complexity, meta"
     with pytest.raises(BadRowError) as error:
-        hf_dataset.HfDataset(settings, RULES)
+        HfDataset(settings, RULES)
     assert holds(str(error.value), f"{expected} ... `columns`")
 
 
@@ -121,13 +121,13 @@ def test_a_missing_data_set_is_reported(folder, monkeypatch):
         with pytest.raises(BadRowError) as error:
             build(folder / name)
         assert holds(str(error.value), parts)
-        assert hf_dataset.HfDataset.is_here(config(folder / name))
-    assert not hf_dataset.HfDataset.is_here(config("owner/name"))
+        assert HfDataset.is_here(config(folder / name))
+    assert not HfDataset.is_here(config("owner/name"))
     with pytest.raises(BadRowError, match=r"owner/name: .* file or folder"):
         build("owner/name")
-    monkeypatch.delattr(hf_dataset, "_open")  # it would ask the hub for a file's name
+    monkeypatch.delattr(HfDataset, "_open")  # it would ask the hub for a file's name
     for path in (folder / "gone.parquet", "owner/gone.jsonl", "./owner/gone"):
-        assert hf_dataset.HfDataset.is_here(config(path))
+        assert HfDataset.is_here(config(path))
         with pytest.raises(BadRowError, match="gone"):
             build(path)
 

@@ -15,7 +15,9 @@ from pyarrow import parquet
 
 from rl.api.data import RowRules
 from rl.api.types import UnusableSampleError
-from rl.data import edit_jsonl, hf_dataset, prompts
+from rl.data.edit_jsonl import EditJsonl
+from rl.data.hf_dataset import HfDataset
+from rl.data.prompts import Prompts
 from rl.data.rows import BadRowError
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -69,9 +71,9 @@ def sources(path: Path) -> list[tuple[Any, Any]]:
     if path.suffix == ".jsonl":
         prompt |= {"prompt_key": "instruction", "picture_key": "image"}
     return [
-        (edit_jsonl.EditJsonl, edit_jsonl.Config(type="edit_jsonl", **section)),
-        (hf_dataset.HfDataset, hf_dataset.Config(type="hf_dataset", **section)),
-        (prompts.Prompts, prompts.Config.model_validate(prompt | section)),
+        (EditJsonl, EditJsonl.Config(type="edit_jsonl", **section)),
+        (HfDataset, HfDataset.Config(type="hf_dataset", **section)),
+        (Prompts, Prompts.Config.model_validate(prompt | section)),
     ]
 
 
@@ -108,10 +110,10 @@ def test_a_hostile_cell_of_a_table_affects_only_its_row(folder: Path) -> None:
     )
     path = folder / "cells.parquet"
     parquet.write_table(pyarrow.table({"image": ["ok.png"] * 3, "instruction": cells}), path)
-    config = hf_dataset.Config(type="hf_dataset", path=str(path))
+    config = HfDataset.Config(type="hf_dataset", path=str(path))
     with pytest.raises(BadRowError, match=r"row 2: .*UnicodeDecodeError"):
-        hf_dataset.HfDataset(config, RowRules("error"))
-    kept = hf_dataset.HfDataset(config, RowRules("skip"))
+        HfDataset(config, RowRules("error"))
+    kept = HfDataset(config, RowRules("skip"))
     assert [kept[index].instruction for index in range(len(kept))] == ["a", "b"]
 
 

@@ -12,18 +12,18 @@ from pydantic import ValidationError
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
-from rl.data import prompts
+from rl.data.prompts import Prompts
 from rl.data.rows import BadRowError
 
 MAX_SIDE_PX = 8192
 
 
-def config(**settings: object) -> prompts.Config:
-    return prompts.Config.model_validate({"type": "prompts", **settings})
+def config(**settings: object) -> Prompts.Config:
+    return Prompts.Config.model_validate({"type": "prompts", **settings})
 
 
-def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]:
-    source = prompts.Prompts(settings, RowRules(on_bad_row, MAX_SIDE_PX))
+def samples(settings: Prompts.Config, on_bad_row: str = "error") -> list[Sample]:
+    source = Prompts(settings, RowRules(on_bad_row, MAX_SIDE_PX))
     return [source[index] for index in range(len(source))]
 
 
@@ -39,7 +39,7 @@ def test_the_built_in_set_is_large_and_balanced() -> None:
         # The first 8 have one prompt of each category, so a short evaluation is balanced.
         assert {sample.category for sample in part[:8]} == categories
         assert all(sample.source is None and sample.reference is None for sample in part)
-    assert prompts.Prompts.provides(config()) == frozenset()
+    assert Prompts.provides(config()) == frozenset()
 
 
 def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
         samples(settings)
     lines = str(error.value).split("\n")[:-1]
     assert [line.split(", ")[1][:6] for line in lines] == ["row 2:", "row 3:", "row 4:"]
-    source = prompts.Prompts(settings, RowRules("skip", MAX_SIDE_PX))
+    source = Prompts(settings, RowRules("skip", MAX_SIDE_PX))
     assert (len(source), source.num_skipped) == (1, 3)
     text = tmp_path / "mine.txt"
     text.write_bytes(b"a cat\n\xff\xfe\n")

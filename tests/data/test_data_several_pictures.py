@@ -16,7 +16,8 @@ from rl import build
 from rl.api.data import DataSource, RowRules
 from rl.api.types import Sample
 from rl.config.schema import load_config
-from rl.data import edit_jsonl, hf_dataset
+from rl.data.edit_jsonl import EditJsonl
+from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError
 
 INSTRUCTION = {"instruction": "paint it"}
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_rows(folder: Path, *rows: Any, rules: RowRules | None = None, **config: Any) -> DataSource:
     path = write_jsonl(folder / "rows.jsonl", [INSTRUCTION | row for row in rows])
     settings = {"type": "edit_jsonl", "path": path, **config}
-    return edit_jsonl.EditJsonl(edit_jsonl.Config.model_validate(settings), rules or RowRules())
+    return EditJsonl(EditJsonl.Config.model_validate(settings), rules or RowRules())
 
 
 def colours(sample: Sample) -> list[Any]:
@@ -63,7 +64,7 @@ def test_the_pictures_of_a_list_keep_their_order(folder: Path) -> None:
     for index, names in enumerate(expected):
         assert colours(source[index]) == [COLOURS[name] for name in names]
     assert [picture.size for picture in source[0].sources] == [(32, 32), (32, 32), (48, 16)]
-    assert "source" in edit_jsonl.EditJsonl.provides(source.config)
+    assert "source" in EditJsonl.provides(source.config)
 
 
 BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
@@ -99,8 +100,8 @@ def test_a_bad_row_names_the_row_and_which_picture(folder: Path, case: str) -> N
     assert f"{folder / 'rows.jsonl'}, row 2: " in message and "data.on_bad_row: 'skip'" in message
     assert all(complaint in message for complaint in complaints), message
     path = write_jsonl(folder / "rows.jsonl", [INSTRUCTION | one for one in (good, row, good)])
-    config = edit_jsonl.Config(type="edit_jsonl", path=path)
-    kept = edit_jsonl.EditJsonl(config, RowRules("skip", max_pictures=3))
+    config = EditJsonl.Config(type="edit_jsonl", path=path)
+    kept = EditJsonl(config, RowRules("skip", max_pictures=3))
     assert (len(kept), kept.num_skipped) == (2, 1)
 
 
@@ -111,7 +112,7 @@ def test_the_config_may_name_one_or_several_columns(folder: Path) -> None:
     columns = {"source": ["scene", "object"]}
     two = load_rows(folder, row, row | {"object": None}, row | {"object": []}, columns=columns)
     assert [len(two[index].sources) for index in range(3)] == [2, 1, 1]
-    assert "source" in edit_jsonl.EditJsonl.provides(two.config)
+    assert "source" in EditJsonl.provides(two.config)
     with pytest.raises(BadRowError, match=r"row 1: has no 'object'"):
         load_rows(folder, {"scene": "a.png"}, columns=columns)
     with pytest.raises(BadRowError, match=r"row 1: source picture \('scene'\).* None"):
@@ -125,7 +126,7 @@ def test_rows_may_lack_pictures_that_are_optional(folder: Path) -> None:
     columns = {"source": "images", "source_optional": True}
     source = load_rows(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
     assert [len(source[index].sources) for index in range(3)] == [0, 0, 2]
-    assert "source" not in edit_jsonl.EditJsonl.provides(source.config)
+    assert "source" not in EditJsonl.provides(source.config)
     columns = {"source": ["scene", "object"], "source_optional": True}
     neither = load_rows(folder, {"scene": None, "object": None}, columns=columns)
     assert neither[0].sources == ()
@@ -136,7 +137,7 @@ def test_rows_may_lack_pictures_that_are_optional(folder: Path) -> None:
 def test_a_column_that_the_policy_reads_cannot_be_hidden() -> None:
     columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
     with pytest.raises(ValueError, match="policy reads"):
-        edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
+        EditJsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
 
 
 SOURCES = ["images", ["first", "second"], "large", "more.all", ["more.one", "more.last"], "fixed"]
@@ -169,9 +170,9 @@ def test_pictures_of_a_data_set_may_be_listed_and_nested(
     dataset = Dataset.from_dict({key: [cell] for key, (_, cell) in cells.items()}, features)
     dataset.to_parquet(tmp_path / "edits.parquet")
     dataset.save_to_disk(tmp_path / "saved")
-    config = hf_dataset.Config.model_validate(
+    config = HfDataset.Config.model_validate(
         {"type": "hf_dataset", "path": str(tmp_path / name), "columns": columns}
     )
-    assert colours(hf_dataset.HfDataset(config, RowRules())[0]) == [COLOURS["b"], COLOURS["c"]]
+    assert colours(HfDataset(config, RowRules())[0]) == [COLOURS["b"], COLOURS["c"]]
     with pytest.raises(BadRowError, match="2 source pictures, but this run accepts 1"):
-        hf_dataset.HfDataset(config, RowRules(max_pictures=1))
+        HfDataset(config, RowRules(max_pictures=1))

@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from rl import printing
 from rl.api.data import RowRules
-from rl.data import hf_dataset
 from rl.data.emu3_tokens import SUFFIX, TokenisedEdit, write
+from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError, Columns, Rows
 from rl.files import read_object, write_atomically
 from rl.model_files import model_problems
@@ -131,12 +131,12 @@ def open_rows(options: argparse.Namespace) -> Rows:
         hidden={key: key for key in options.cot_keys},
         hidden_optional=True,
     )
-    config = hf_dataset.Config(
+    config = HfDataset.Config(
         type="hf_dataset", path=options.dataset_name, split=options.split, columns=columns
     )
     remedy = "EARL's models read one picture: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
-    rows = hf_dataset.HfDataset.read(config, rules)
+    rows = HfDataset.read(config, rules)
     try:
         rows.check()
     except BadRowError as error:
