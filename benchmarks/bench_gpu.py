@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from rl import printing
-from rl.tools.check_gpu import program
+from rl.tools.check_gpu import steps
 from rl.tools.check_gpu.steps import ALONE, Step
 
 
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     printing.guard()
     parser = printing.Parser("rl bench-gpu", __doc__)
-    program.add_options(parser, "cases", CASES, 1200)
-    return program.run(parser, parser.parse_args(argv), CASES, all_good="DONE")
+    steps.add_options(parser, "cases", CASES, 1200)
+    return steps.run_all(parser, parser.parse_args(argv), CASES, all_good="DONE")
 
 
 if __name__ == "__main__":

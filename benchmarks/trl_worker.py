@@ -31,7 +31,7 @@ from rl.judge.client import JudgeClient
 from rl.judge.http import BackgroundLoop
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.rewards.judged import VieScore
-from rl.rollout.prompt_order import PromptOrder
+from rl.rollout.episodes import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
 """Tokens of the system prompt, whose states do not condition the DiT."""

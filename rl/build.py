@@ -34,7 +34,7 @@ from rl.config.schema import (
 )
 from rl.files import read_object
 from rl.model_files import NotFiniteError, model_problems
-from rl.ranks import error_messages
+from rl.ranks import signals
 from rl.ranks.dist import Claim, claims_of, resolve_device
 from rl.seeds import derive_seed
 
@@ -80,10 +80,10 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
         "viescore_t2i": "judged.VieScoreT2I",
     },
     "data": {
-        "edit_jsonl": "edit_jsonl.EditJsonl",
+        "edit_jsonl": "sources.EditJsonl",
         "emu3_tokens": "emu3_tokens.TokenisedEdits",
-        "hf_dataset": "hf_dataset.HfDataset",
-        "prompts": "prompts.Prompts",
+        "hf_dataset": "sources.HfDataset",
+        "prompts": "sources.Prompts",
     },
 }
 """Folder of rl/ -> name of a plugin -> its module and class there."""
@@ -549,8 +549,8 @@ def naming_plugins(resolved: Resolved) -> Iterator[None]:
             raise
         traceback.print_exception(error)
         text = f"{name} raises {find.described(raised)}"
-        advice = error_messages.sentence(raised)
-        if advice and not error_messages.is_raised_here(raised):  # a full disk or memory
+        advice = signals.sentence(raised)
+        if advice and not signals.is_raised_here(raised):  # a full disk or memory
             text += f"; {advice.partition(':')[2].strip()}"
         raise RuntimeError(text) from None
 
@@ -564,7 +564,7 @@ def _raised_by_plugin(resolved: Resolved, error: BaseException) -> tuple[BaseExc
         bases = [cls for cls in plugin.cls.__mro__ if issubclass(cls, PluginBase)]
         own = {(c.__module__, c.__name__) for c in bases if not c.__module__.startswith("rl.")}
         codes_of[f"{plugin.key}: {plugin.name}"] = own
-    is_ours = error_messages.is_raised_here(error) and not isinstance(error, SystemExit)
+    is_ours = signals.is_raised_here(error) and not isinstance(error, SystemExit)
     in_generator = isinstance(error.__cause__, StopIteration)  # which raises a RuntimeError from it
     raised = None if is_ours else error.__cause__ if in_generator else error
     while raised is not None:

@@ -25,7 +25,7 @@ from rl.config import loading
 from rl.config.loading import nearest, printable
 from rl.config.schema import ConfigError, listed
 from rl.files import with_leaves
-from rl.ranks.error_messages import raise_on_exit, remedy
+from rl.ranks.signals import raise_on_exit, remedy
 
 # ---- scrub ---------------------------------------------------------------------------------------
 # Replaces the environment's secrets (keys, passwords) in text to be written, logged or sent.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rl import build, printing
 from rl.algorithm.metrics import Metrics
-from rl.ranks import error_messages, heartbeat, signals
+from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
@@ -128,5 +128,5 @@ def measure(run: Run, done: int, metrics: Metrics) -> None:
 
 
 if __name__ == "__main__":
-    sys.excepthook = error_messages.excepthook
+    sys.excepthook = signals.excepthook
     main()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from rl.api.data import RowRules
 from rl.config.schema import ConfigError, load_config
-from rl.data.edit_jsonl import EditJsonl
 from rl.data.rows import BadRowError
+from rl.data.sources import EditJsonl
 from rl.files import json_line, read_rows, row_of
 from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s

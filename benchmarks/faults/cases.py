@@ -67,7 +67,7 @@ class Case:
 # Calls in the training loop. No checkpoint is due before the last iteration, so a run that stops
 # must save as it exits. Place -> (function, number of the call).
 _CALLS = {
-    "prompts are drawn": ("rl.rollout.prompt_order:PromptOrder.shard", 5),
+    "prompts are drawn": ("rl.rollout.episodes:PromptOrder.shard", 5),
     "completions are sampled": ("rl.engines.transformers:TransformersEngine.generate", 4),
     "a prompt is built": ("rl.policies.qwen_vl:Qwen25VL.build_prompt", 6),
     "an episode is made": ("rl.rollout.stream:episode_of", 7),

@@ -4,7 +4,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import benchmarks.faults.judge_score
 import benchmarks.faults.tiny_run  # noqa: F401
-import rl.data.edit_jsonl
+import rl.data.sources
 import rl.engines.transformers
 import rl.policies.qwen_vl
 import rl.ranks.worker

@@ -21,11 +21,10 @@ from rl.api.plugin import unread
 from rl.api.policy import Policy
 from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
 from rl.check import compatibility, judge_verdict, memory_plan
-from rl.check.compatibility import check_resume
+from rl.check.compatibility import check_resume, memory_problems
 from rl.check.dry_run import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
 from rl.check.iteration_time import pool_lines
 from rl.check.memory_plan import Plan
-from rl.check.memory_remedies import memory_problems
 from rl.check.this_machine import (
     disk_line,
     has_gpus,
@@ -50,7 +49,7 @@ from rl.printing import excerpt, remember, scrub, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint
 from rl.record.checkpoint import read_state
-from rl.record.run_summary import LOCKS
+from rl.record.run_record import LOCKS
 
 # ---- no effect -----------------------------------------------------------------------------------
 # Reports keys that are set without effect, or probably without the effect that the user means.

@@ -22,7 +22,7 @@ from rl.build import Plugin, Resolved
 from rl.check import memory_plan
 from rl.config.loading import escaped
 from rl.model_files import cached, model_problems
-from rl.ranks.error_messages import SHARED
+from rl.ranks.signals import SHARED
 from rl.record.checkpoint import find
 from rl.trackers import not_installed
 

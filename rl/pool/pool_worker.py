@@ -27,7 +27,7 @@ from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.files import digest
 from rl.model_files import fingerprint
 from rl.ranks.dist import resolve_device
-from rl.ranks.error_messages import is_lost_device
+from rl.ranks.signals import is_lost_device
 
 # ---- wire ----------------------------------------------------------------------------------------
 # Turns render jobs, samples and outcomes into plain containers of NumPy arrays, and back.

@@ -16,7 +16,7 @@ from typing import Any
 from rl import printing
 from rl.files import private
 from rl.printing import Lossy
-from rl.ranks import error_messages, heartbeat
+from rl.ranks import heartbeat, signals
 from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 from rl.ranks.supervision import FINISHED_CODE
@@ -35,10 +35,10 @@ def main() -> None:
         _send_output_to(log, on_console=rank == 0)
         stacks = open(log, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - open until the end
     except OSError as error:
-        sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
+        sys.exit(f"rank {rank} cannot write its log: {signals.sentence(error) or error}")
     printing.guard()
     heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
-    error_messages.raise_on_exit()
+    signals.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
     _write_note(note)
     sys.argv = [target, *args]
@@ -62,13 +62,13 @@ def main() -> None:
         raise
     except BaseException as error:  # a plugin may raise KeyboardInterrupt or GeneratorExit, too
         trace = _own_traceback(error)
-        text = error_messages.sentence(error)
+        text = signals.sentence(error)
         _write_note(
             note,
             ended_ns=time.time_ns(),
             reason=text or trace,
             only_heard=isinstance(error, PeerError),
-            by_machine=error_messages.is_machine_error(error),
+            by_machine=signals.is_machine_error(error),
         )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:

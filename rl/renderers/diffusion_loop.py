@@ -14,7 +14,7 @@ from PIL.Image import Image
 from rl.api.plugin import FrozenModelConfig
 from rl.api.types import RenderFailure, RenderJob
 from rl.files import over_white
-from rl.ranks.error_messages import is_lost_device
+from rl.ranks.signals import is_lost_device
 
 # ---- batches -------------------------------------------------------------------------------------
 # Collects render jobs into batches; a failing batch fails its own jobs only.

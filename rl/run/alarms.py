@@ -19,7 +19,7 @@ from rl.config.schema import RunConfig
 from rl.console import warn
 from rl.files import read_rows
 from rl.printing import excerpt
-from rl.run.paired import NUM_ERRORS, Paired, paired, student
+from rl.run.episode_metrics import NUM_ERRORS, Paired, paired, student
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

@@ -23,10 +23,9 @@ from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.build import Resolved
 from rl.check import check_report, memory_plan
-from rl.check.compatibility import check_resume
+from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.dry_run import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.judge_verdict import judge_passed
-from rl.check.memory_remedies import engine_dtype
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
 from rl.console import Console, GroupPanel, PhaseTimer, warn
 from rl.files import append_line, json_line, read_rows, write_atomically
@@ -42,13 +41,12 @@ from rl.ranks.dist import Dist, enforce, look_at_machine
 from rl.ranks.supervision import WATCHED_ELSEWHERE
 from rl.record.checkpoint import Checkpoints, read_state, sound
 from rl.record.run_record import BackgroundWriter, RunRecord
-from rl.rollout.prompt_order import PromptOrder, first_samples, usable
+from rl.rollout.episodes import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.alarms import Watch
 from rl.run.checks import Checks
-from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
-from rl.run.run import Recording, Run
+from rl.run.run import Page, Recording, Run
 from rl.run.saving import Checkpointing, LastFinished, save_at_once
 from rl.seeds import seed_everything, set_rng_state
 from rl.trackers import Tracker

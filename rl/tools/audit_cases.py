@@ -23,7 +23,7 @@ from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import ConfigError
 from rl.files import open_picture, read_rows
 from rl.printing import excerpt
-from rl.rollout.prompt_order import first_samples
+from rl.rollout.episodes import first_samples
 
 # ---- audit cases ---------------------------------------------------------------------------------
 # Pictures whose quality is known: a right result, and results that are wrong in a known way.

@@ -19,7 +19,7 @@ from rl.algorithm.grpo import (
 )
 from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.config.schema import AlgorithmConfig
-from rl.ranks.error_messages import sentence
+from rl.ranks.signals import sentence
 
 LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 LOW, HIGH = 0.2, 0.28

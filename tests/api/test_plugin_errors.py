@@ -18,7 +18,7 @@ from tiny_messages import holds
 from rl import build
 from rl.api import find
 from rl.api.data import read_row
-from rl.ranks import error_messages
+from rl.ranks import signals
 from rl.rollout import episodes
 
 CODE = """
@@ -108,7 +108,7 @@ def test_a_plugins_error_names_the_plugin_the_exception_and_the_line(
     assert message.startswith(name)
     assert holds(message, f"{kind.__name__} ... boom ... outsider.py, line ")
     assert ("no memory left" in message) == (kind is MemoryError)
-    assert error_messages.sentence(raised.value) == f"this run cannot go on:\n  {message}"
+    assert signals.sentence(raised.value) == f"this run cannot go on:\n  {message}"
     assert "in helper" in capsys.readouterr().err, "the whole traceback"
 
 
@@ -140,7 +140,7 @@ def test_os_exit_in_a_plugin_is_its_error(
     resolved: build.Resolved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "_exit", os._exit)
-    error_messages.raise_on_exit()
+    signals.raise_on_exit()
     rows = sys.modules["outsider"].Leaves()
     with pytest.raises(RuntimeError) as raised, build.naming_plugins(resolved):
         read_row(rows, 0, "data.train.0")

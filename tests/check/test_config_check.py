@@ -16,7 +16,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, memory_plan
-from rl.check.memory_remedies import memory_problems
+from rl.check.compatibility import memory_problems
 from rl.config.schema import RunConfig, load_config
 from rl.ranks.dist import Machine
 from rl.simple_launch import main

@@ -25,7 +25,7 @@ from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
 from rl.config.schema import load_config
 from rl.ranks.dist import Machine
-from rl.tools.check_gpu import gpu_machine, program, steps
+from rl.tools.check_gpu import gpu_machine, steps
 from rl.tools.check_gpu.lines import Line, Setup, result, shareable
 from rl.tools.check_gpu.steps import Step
 from rl.tools.commands import check_gpu
@@ -329,7 +329,7 @@ def test_the_report_has_no_host_name_folder_or_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     monkeypatch.setattr(platform, "node", lambda: "alice-box")
     note = f"hf_abcdefghijklmnop on alice-box in {Path.home()}/x/run.log; /dev/shm"
-    text = program.report("rl check-gpu, H100", {"a": (1.0, [result("b", False, note)])}, ["READY"])
+    text = steps.report("rl check-gpu, H100", {"a": (1.0, [result("b", False, note)])}, ["READY"])
     assert "run.log" in text and "/dev/shm" in text and "H100" in text and "torch 2" in text
     for word in ("abcdefgh", "alice", "/x/", str(Path.home())):
         assert word not in text, word
@@ -357,10 +357,10 @@ def test_the_command_ends_with_a_table_a_verdict_keys_and_a_report(
 
 def test_the_verdicts() -> None:
     passed, late = result("a", True), Line("NO TIME", "loop", "not started")
-    assert program.verdict({"a": (1.0, [passed])}) == "READY (1 PASS)"
-    verdict = program.verdict({"a": (1.0, [passed]), "loop": (0.0, [late])})
+    assert steps.verdict({"a": (1.0, [passed])}) == "READY (1 PASS)"
+    verdict = steps.verdict({"a": (1.0, [passed]), "loop": (0.0, [late])})
     assert holds(verdict, "CUT SHORT (1 PASS, 1 NO TIME) ... loop")
-    assert program.verdict({"a": (1.0, [late, result("b", False)])}).startswith("NOT READY")
+    assert steps.verdict({"a": (1.0, [late, result("b", False)])}).startswith("NOT READY")
 
 
 @pytest.mark.parametrize(

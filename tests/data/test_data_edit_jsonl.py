@@ -10,8 +10,8 @@ from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
 from tiny_messages import holds
 
 from rl.api.data import RowRules
-from rl.data.edit_jsonl import EditJsonl
 from rl.data.rows import BadRowError
+from rl.data.sources import EditJsonl
 
 GOOD = {"image": "china.jpg", "instruction": "make it dusk"}
 FLOWER = {"image": "flower.jpg", "instruction": "colour the petals blue"}

@@ -12,8 +12,8 @@ from tiny_edits import PHOTO_SIZE, save_photos
 from tiny_messages import holds
 
 from rl.api.data import RowRules
-from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError
+from rl.data.sources import HfDataset
 
 COLUMNS = {"instruction": "edit", "source": "before"}
 MAX_SIDE_PX = 8192

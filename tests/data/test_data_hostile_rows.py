@@ -15,10 +15,8 @@ from pyarrow import parquet
 
 from rl.api.data import RowRules
 from rl.api.types import UnusableSampleError
-from rl.data.edit_jsonl import EditJsonl
-from rl.data.hf_dataset import HfDataset
-from rl.data.prompts import Prompts
 from rl.data.rows import BadRowError
+from rl.data.sources import EditJsonl, HfDataset, Prompts
 
 DEEP = "[" * 100_000 + "]" * 100_000
 GOOD = {"image": "ok.png", "instruction": "make it dusk"}

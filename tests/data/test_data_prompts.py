@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
-from rl.data.prompts import Prompts
 from rl.data.rows import BadRowError
+from rl.data.sources import Prompts
 
 MAX_SIDE_PX = 8192
 

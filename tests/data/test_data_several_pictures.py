@@ -16,9 +16,8 @@ from rl import build
 from rl.api.data import DataSource, RowRules
 from rl.api.types import Sample
 from rl.config.schema import load_config
-from rl.data.edit_jsonl import EditJsonl
-from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError
+from rl.data.sources import EditJsonl, HfDataset
 
 INSTRUCTION = {"instruction": "paint it"}
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}

@@ -13,7 +13,7 @@ from rl import build
 from rl.config.schema import load_config
 from rl.model_files import NotFiniteError, align_weights, require_finite
 from rl.ranks.dist import Dist
-from rl.ranks.error_messages import sentence
+from rl.ranks.signals import sentence
 
 ROOT = Path(__file__).parents[2]
 

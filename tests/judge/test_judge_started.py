@@ -29,7 +29,7 @@ from rl.judge import server
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError
 from rl.judge.http import is_loopback
 from rl.judge.server import StartedJudge, raise_if_ended, start_problems
-from rl.ranks.error_messages import is_machine_error
+from rl.ranks.signals import is_machine_error
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 
 from rl import simple_launch
 from rl.ranks import supervision
-from rl.ranks.error_messages import is_machine_error
+from rl.ranks.signals import is_machine_error
 from rl.ranks.supervision import Ending, Failure
 
 KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))

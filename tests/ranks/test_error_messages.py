@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.ranks.error_messages import REMEDIES, SHARED, remedy, sentence
+from rl.ranks.signals import REMEDIES, SHARED, remedy, sentence
 
 RL = [sys.executable, "-m", "rl"]
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.jsonnet"

@@ -15,7 +15,7 @@ from rl import build
 from rl.config.schema import ConfigError, load_config
 from rl.judge.http import resolve_api_base
 from rl.ranks.dist import Dist
-from rl.ranks.error_messages import sentence
+from rl.ranks.signals import sentence
 
 
 def message_of(call: Callable[[], object]) -> str | None:

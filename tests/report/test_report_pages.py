@@ -14,8 +14,8 @@ import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files import json_line
-from rl.tools.report import episode_rows
 from rl.tools.report import page as pages
+from rl.tools.report import reading
 from rl.tools.report.page import MAX_PAGE_BYTES, literal, refresh, value_of
 from rl.tools.report.reading import picture, picture_of
 
@@ -68,7 +68,7 @@ def test_only_existing_pictures_of_several_sources_are_shown(run_dir: Path) -> N
     valid = "images/it_000001/rank0_g01_source.png"
     files = [valid, "../../etc/passwd", "images/it_000001/gone.png", None, *[valid] * 100]
     row = episode(1, 0, 0) | {"other_source_files": files}
-    group = episode_rows.group_row([row], [], run_dir, episode_rows.Pieces({}), episode_rows.WHOLE)
+    group = reading.group_row([row], [], run_dir, reading.Pieces({}), reading.WHOLE)
     assert group["others"][:5] == [valid, None, None, None, valid] and len(group["others"]) == 32
 
 
@@ -82,10 +82,10 @@ def test_tokens_are_decoded_if_the_tokenizer_is_available(run_dir: Path) -> None
     assert "".join(token_texts) == tokenizer.decode([302, 258, 312], skip_special_tokens=False)
     snowman = tokenizer.encode("☃", add_special_tokens=False).ids
     assert len(snowman) > 1, "it has several tokens"
-    pieces = episode_rows.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
+    pieces = reading.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
     assert pieces.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
     assert len(pieces.of([*snowman, *snowman[:1]])) == len(snowman) + 1
-    assert episode_rows.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
+    assert reading.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
     assert pieces.of([-1]) is None
 
 
@@ -104,7 +104,7 @@ def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
 
 def test_histograms_count_outer_values_in_the_last_bins(run_dir: Path) -> None:
     values = [-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0]
-    counts = episode_rows.histogram(values, 0.25, -3, 25)
+    counts = reading.histogram(values, 0.25, -3, 25)
     assert {i: count for i, count in enumerate(counts) if count} == {0: 2, 12: 2, 13: 1, 24: 1}
     index = refresh(run_dir, run_dir / "report/data")
     assert index.histograms == refresh(run_dir, run_dir / "report/data").histograms

@@ -10,7 +10,7 @@ import pytest
 
 from rl.api.types import Sample, UnusableSampleError
 from rl.data.rows import BadRowError
-from rl.rollout.prompt_order import PromptOrder, first_samples, usable
+from rl.rollout.episodes import PromptOrder, first_samples, usable
 
 
 class Numbers:

@@ -35,7 +35,7 @@ from rl.config.schema import RunConfig
 from rl.console import PhaseTimer
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.judge.http import BackgroundLoop
-from rl.ranks import error_messages, signals
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of
 from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
@@ -490,7 +490,7 @@ def test_what_a_renderer_may_not_yield_ends_the_run_with_a_sentence(
     painter.render = lambda jobs: [*jobs] and iter(drawn)  # type: ignore[method-assign]
     with pytest.raises((TypeError, ValueError)) as error:
         roll(replace(context, renderer=painter), word("a"))
-    text = error_messages.sentence(error.value)
+    text = signals.sentence(error.value)
     assert text is not None and holds(text, f"renderer: r yields ... {part}")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.run import paired as paired_module
-from rl.run.paired import Paired, interval, paired, student
+from rl.run import episode_metrics as paired_module
+from rl.run.episode_metrics import Paired, interval, paired, student
 
 
 def test_paired_differences() -> None:

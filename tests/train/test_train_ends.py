@@ -16,7 +16,7 @@ EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_i
 """No checkpoint is due before the last iteration."""
 RENDER = "rl.renderers.diffusion_renderer:DiffusionRenderer"
 ENDS = [
-    ("rl.rollout.prompt_order:PromptOrder.shard", "5", "ValueError", 2),
+    ("rl.rollout.episodes:PromptOrder.shard", "5", "ValueError", 2),
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
     ("rl.policies.qwen_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "5", "MemoryError", 2),

@@ -20,8 +20,7 @@ from rl.check.this_machine import Gpu
 from rl.config.schema import ConfigError, load_config
 from rl.files import read_rows
 from rl.ranks.dist import Machine
-from rl.ranks.error_messages import SHARED
-from rl.ranks.signals import die_with_parent
+from rl.ranks.signals import SHARED, die_with_parent
 from rl.record.checkpoint import find, iteration_of
 from rl.tools.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.tools.check_gpu.steps import FIXES, kill, last_words

@@ -36,7 +36,7 @@ from rl.console import duration
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
-from rl.ranks.error_messages import remedy
+from rl.ranks.signals import remedy
 from rl.tools import judge_audit
 from rl.tools.audit_cases import configured_cases, pair_cases, run_cases
 from rl.tools.judge_audit import (

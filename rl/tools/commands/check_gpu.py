@@ -17,8 +17,7 @@ from dataclasses import replace
 
 from rl import build, printing
 from rl.config.schema import load_config
-from rl.tools.check_gpu import program
-from rl.tools.check_gpu.steps import ALONE, Step
+from rl.tools.check_gpu.steps import ALONE, Step, add_options, run_all
 
 _HERE = "rl.tools.check_gpu"
 LOOP, ENGINE = f"{_HERE}.gpu_machine:loop", f"{_HERE}.gpu_steps:engine"
@@ -68,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_overrides()
     engines, text = ("vllm", "transformers"), "transformers: no step uses vLLM"
     parser.add_argument("--engine", choices=engines, default="vllm", help=text)
-    program.add_options(parser, "steps", STEPS, 600)
+    add_options(parser, "steps", STEPS, 600)
     args = parser.parse_intermixed_args(argv)
     if args.config:
         build.resolve(load_config(args.config, args.overrides))
     steps = [step for step in STEPS if args.engine == "vllm" or step.package != "vllm"]
-    return program.run(parser, args, steps, args.config, args.overrides)
+    return run_all(parser, args, steps, args.config, args.overrides)
 
 
 if __name__ == "__main__":

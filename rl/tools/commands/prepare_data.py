@@ -18,8 +18,8 @@ from urllib.parse import quote
 from rl import printing
 from rl.api.data import RowRules
 from rl.data.emu3_tokens import SUFFIX, TokenisedEdit, write
-from rl.data.hf_dataset import HfDataset
 from rl.data.rows import BadRowError, Columns, Rows
+from rl.data.sources import HfDataset, HfDatasetConfig
 from rl.files import read_object, write_atomically
 from rl.model_files import model_problems
 from rl.progress import counted
@@ -131,7 +131,7 @@ def open_rows(options: argparse.Namespace) -> Rows:
         hidden={key: key for key in options.cot_keys},
         hidden_optional=True,
     )
-    config = HfDataset.Config(
+    config = HfDatasetConfig(
         type="hf_dataset", path=options.dataset_name, split=options.split, columns=columns
     )
     remedy = "EARL's models read one picture: give fewer, or leave the row out"

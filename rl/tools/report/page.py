@@ -25,36 +25,34 @@ from pydantic import BaseModel, StringConstraints
 from rl.config.loading import read_bytes
 from rl.files import open_picture, read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
-from rl.record.run_summary import Summary, folders, summarise
-from rl.tools.report.episode_rows import (
-    LEVELS,
-    WHOLE,
-    Limits,
-    Pieces,
-    finding_row,
-    group_row,
-    groups_of,
-    histogram,
-    part_names,
-    record_row,
-    short,
-)
+from rl.record.run_record import Summary, folders, summarise
 from rl.tools.report.reading import (
     CURVES,
+    LEVELS,
     MAX_POINTS,
+    WHOLE,
     Curve,
     Evaluation,
+    Limits,
+    Pieces,
     Record,
     curve_data,
     episode_files,
     evaluation_folders,
+    finding_row,
+    group_row,
+    groups_of,
+    histogram,
     locked,
     named_rows,
+    part_names,
     picture,
     picture_of,
     points,
     read_config,
     read_evaluations,
+    record_row,
+    short,
 )
 from rl.tools.report.summary import INTERVAL, alarms, context, learnt
 from rl.trackers import MAIN_METRICS

@@ -180,7 +180,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
         page.signed(gain, 2), after.cat ? isolated(after.cat) : null));
   };
 
-  // A row of `find_*.js`, whose columns are those of `finding_row` in `rl/tools/report/episode_rows.py`.
+  // A row of `find_*.js`, whose columns are those of `finding_row` in `rl/tools/report/reading.py`.
   const group = (it, names, row) => ({
     it, names, g: row[0], cat: row[1], say: row[2], mean: row[3], low: row[4], high: row[5],
     spread: row[6], st: row[7], parts: row[8], pictures: row[9],

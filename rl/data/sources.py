@@ -1,20 +1,64 @@
-"""Reads a Hugging Face data set: a hub id, or local parquet, arrow, csv or json files."""
+"""Rows of JSONL files, of data sets in `datasets`' formats and from the hub, and prompts alone."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
 
 from rl.api.data import RowRules
-from rl.api.plugin import unread
+from rl.api.plugin import FileConfig, unread
 from rl.config.loading import FOLDER, GONE, not_a_file
-from rl.data.rows import MAX_SHOWN, SEVERAL, BadRowError, Lines, Rows, RowsConfig, RowsSource
+from rl.data.rows import (
+    MAX_SHOWN,
+    SEVERAL,
+    BadRowError,
+    Columns,
+    Lines,
+    Rows,
+    RowsConfig,
+    RowsSource,
+)
 from rl.printing import excerpt
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+# ---- edit jsonl ----------------------------------------------------------------------------------
+# Reads image edits from a JSONL file: a line has the pictures' paths and an instruction.
+
+
+class EditJsonlConfig(RowsConfig):
+    """The keys of a JSONL file of edits."""
+
+    path: str
+    """The file; a relative path starts at the working directory."""
+
+
+class EditJsonl(RowsSource[EditJsonlConfig]):
+    """The edits of one JSONL file, as samples."""
+
+    @classmethod
+    def read(cls, config: EditJsonlConfig, rules: RowRules) -> Rows:
+        path = Path(config.path)
+        lines = Lines([path])
+        return Rows(
+            lines,
+            lines.numbers,
+            str(path),
+            config.columns,
+            Path(config.image_folder) if config.image_folder else path.parent,
+            rules,
+            config.picture_check,
+            version=lines.version,
+        )
+
+
+# ---- hf dataset ----------------------------------------------------------------------------------
+# Reads a Hugging Face data set: a hub id, or local parquet, arrow, csv or json files.
 
 _BUILDERS = {
     ".parquet": "parquet",
@@ -25,7 +69,7 @@ _BUILDERS = {
 }
 
 
-class Config(RowsConfig):
+class HfDatasetConfig(RowsConfig):
     """One split of one data set."""
 
     path: str
@@ -39,22 +83,22 @@ class Config(RowsConfig):
     """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
 
 
-class HfDataset(RowsSource[Config]):
+class HfDataset(RowsSource[HfDatasetConfig]):
     """One split as samples."""
 
     @classmethod
-    def is_here(cls, config: Config) -> bool:
+    def is_here(cls, config: HfDatasetConfig) -> bool:
         can_read = config.path.endswith(".jsonl") or find_spec("datasets") is not None
         return can_read and _is_local(config)
 
     @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
+    def no_effect(cls, config: HfDatasetConfig) -> Iterable[str]:
         yield from super().no_effect(config)
         if Path(config.path).is_file():
             yield from unread(config, "name revision", "path is a file")
 
     @classmethod
-    def read(cls, config: Config, rules: RowRules) -> Rows:
+    def read(cls, config: HfDatasetConfig, rules: RowRules) -> Rows:
         """The split's rows."""
         path = Path(config.path)
         why = not_a_file(path)
@@ -109,7 +153,7 @@ class _UndecodedRows(Sequence[Mapping[str, Any]]):
         return self._dataset[index].to_pylist()[0]
 
 
-def _open(config: Config) -> Dataset:
+def _open(config: HfDatasetConfig) -> Dataset:
     import datasets
 
     path = Path(config.path)
@@ -139,7 +183,7 @@ def _open(config: Config) -> Dataset:
         raise BadRowError(f"{config.path}: {excerpt(str(error), MAX_SHOWN)}") from error
 
 
-def _split_of_saved(config: Config, saved: Any) -> Dataset:
+def _split_of_saved(config: HfDatasetConfig, saved: Any) -> Dataset:
     """A split of what `save_to_disk` wrote, with or without named splits."""
     splits = saved if isinstance(saved, Mapping) else {config.split.partition("[")[0]: saved}
     if config.split not in splits:
@@ -150,7 +194,7 @@ def _split_of_saved(config: Config, saved: Any) -> Dataset:
     return splits[config.split]
 
 
-def _is_local(config: Config) -> bool:
+def _is_local(config: HfDatasetConfig) -> bool:
     path = Path(config.path)
     is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
     return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
@@ -164,7 +208,7 @@ def _builder(path: Path) -> str:
     return _BUILDERS[path.suffix]
 
 
-def _required(lines: Lines, config: Config) -> Iterable[str]:
+def _required(lines: Lines, config: HfDatasetConfig) -> Iterable[str]:
     """The columns that every row must have, without their nested parts. Raises BadRowError if no
     row has one of them."""
     names: dict[str, None] = {}
@@ -178,7 +222,7 @@ def _required(lines: Lines, config: Config) -> Iterable[str]:
     return {column.split(".")[0] for column in config.columns.read_from(names).required()}
 
 
-def _missing(config: Config, available: Container[str]) -> list[str]:
+def _missing(config: HfDatasetConfig, available: Container[str]) -> list[str]:
     """Required columns that are missing; of a nested column 'a.b' only 'a' is looked for."""
     return [
         column
@@ -187,7 +231,7 @@ def _missing(config: Config, available: Container[str]) -> list[str]:
     ]
 
 
-def _require_columns(config: Config, available: Sequence[str]) -> None:
+def _require_columns(config: HfDatasetConfig, available: Sequence[str]) -> None:
     """Raises BadRowError for missing columns."""
     if missing := _missing(config, available):
         raise BadRowError(
@@ -196,8 +240,69 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
         )
 
 
-def _not_found(config: Config) -> str:
+def _not_found(config: HfDatasetConfig) -> str:
     return (
         f"{config.path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub "
         "that can be reached; give a local path, or a hub id 'owner/name' with network access"
     )
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+# Reads users' prompts for pictures: the built-in 256, or a file of your own.
+
+BUILT_IN = Path(__file__).parent / "prompts"
+"""Has one JSONL file per split. Of the 32 prompts of each of eight categories, the last 8 are held
+out. Categories alternate in a file, so that the first n lines are balanced."""
+
+
+class PromptsConfig(FileConfig):
+    """The built-in prompts, or a file of prompts."""
+
+    path: str = ""
+    """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
+    start at the working directory. '' = the built-in set."""
+    split: Literal["train", "held_out", "all"] = "train"
+    """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
+    prompt_key: str = "prompt"
+    """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
+    picture_key: str = ""
+    """For a .jsonl file: the key of the path to the prompt's picture, relative to the file's own
+    folder; rows without it are text only. '' = no row has a picture."""
+
+    @model_validator(mode="after")
+    def _refuse_unread_keys(self) -> PromptsConfig:
+        if self.path and "split" in self.model_fields_set:
+            raise ValueError(
+                "split: only the built-in set is split; give training and held-out prompts in two "
+                "files"
+            )
+        if not self.path.endswith(".jsonl"):
+            for key in ("prompt_key", "picture_key"):
+                if key in self.model_fields_set:
+                    raise ValueError(f"{key}: only a .jsonl file has keys")
+        if self.path and not self.path.endswith((".jsonl", ".txt")):
+            raise ValueError(f"path: {self.path!r} is neither .txt nor .jsonl")
+        return self
+
+
+class Prompts(RowsSource[PromptsConfig]):
+    """The prompts as samples."""
+
+    @classmethod
+    def files(cls, config: PromptsConfig) -> Sequence[Path]:
+        """The user's file, or the files of the built-in set."""
+        if config.path:
+            return [Path(config.path)]
+        splits = ("train", "held_out") if config.split == "all" else (config.split,)
+        return [BUILT_IN / f"{split}.jsonl" for split in splits]
+
+    @classmethod
+    def read(cls, config: PromptsConfig, rules: RowRules) -> Rows:
+        parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
+        lines = Lines(cls.files(config), parse)
+        columns = Columns(
+            instruction=config.prompt_key, source=config.picture_key, source_optional=True
+        )
+        origin = config.path or f"prompts[{config.split}]"
+        folder = Path(config.path).parent
+        return Rows(lines, lines.numbers, origin, columns, folder, rules, version=lines.version)
