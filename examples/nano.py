@@ -202,18 +202,10 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
         draw(renderer, edits)
         judge(settings, edits)
 
-        # 4. Advantages, and the one denominator of the step's loss: the tokens of groups that have
-        #    a policy gradient. A group with equal rewards has none; its KL stays in the loss,
-        #    because nothing else pulls back a policy that fails everywhere.
+        # 4. Advantages, and the denominator of the step's loss.
         rewards_PG = [[edit.reward for edit in group.edits] for group in groups_P]
         advantages_PG = [advantages(rewards_G, settings.advantage_eps) for rewards_G in rewards_PG]
-        num_tokens = sum(group.num_tokens for group in groups_P)
-        num_counted = sum(
-            group.num_tokens
-            for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
-            if any(advantages_G)
-        )
-        denominator = num_counted or num_tokens
+        denominator = tokens_counted(groups_P, advantages_PG)
         if denominator == 0:
             raise SystemExit("no picture was graded: does the judge answer at --judge-url?")
 
@@ -243,7 +235,7 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
             "loss/total": (policy_sum + settings.kl * kl_sum) / denominator,
             "loss/policy": policy_sum / denominator,
             "loss/kl": settings.kl * kl_sum / denominator,
-            "kl/reference_k3": kl_sum / num_tokens,
+            "kl/reference_k3": kl_sum / sum(group.num_tokens for group in groups_P),
             "mismatch/max_abs_dlogp": max(
                 float((group.logprobs.detach() - group.sampler_logprobs).abs().max())
                 for group in groups_P
@@ -455,6 +447,16 @@ def advantages(rewards_G: Sequence[float | None], eps: float) -> list[float]:
         return [0.0] * len(rewards_G)
     mean, std = fmean(graded), pstdev(graded)
     return [0.0 if reward is None else (reward - mean) / (std + eps) for reward in rewards_G]
+
+
+def tokens_counted(groups_P: Sequence[Group], advantages_PG: Sequence[Sequence[float]]) -> int:
+    """The denominator of the loss: the tokens of groups that have a policy gradient.
+
+    A group with equal rewards has none. Its KL stays in the loss, because nothing else pulls back a
+    policy that fails everywhere, but it does not make the other groups' gradients smaller."""
+    pairs = list(zip(groups_P, advantages_PG, strict=True))
+    counted = sum(group.num_tokens for group, advantages_G in pairs if any(advantages_G))
+    return counted or sum(group.num_tokens for group in groups_P)
 
 
 def reference_logprobs(policy: Qwen25VL, batch: TokenBatch) -> torch.Tensor:

@@ -134,6 +134,7 @@ OURS = [
     *TINY_WORLD,
     *(ROOT / "scripts").rglob("*.py"),
     *(ROOT / "benchmarks").rglob("*.py"),
+    *(ROOT / "examples").rglob("*.py"),
 ]
 
 

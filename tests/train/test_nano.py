@@ -20,10 +20,16 @@ import pytest
 import torch
 from golden_run import NUM_ITERATIONS, SEED, RecordedEngine
 
+from rl.algorithm.grpo import group_advantages, objective
 from rl.api.engine import EngineSetup
+from rl.api.loss import Denominators
 from rl.api.plugin import PluginConfig
 from rl.api.policy import LoraSection
+from rl.api.types import Completion, TrainSequence
+from rl.config.schema import AlgorithmConfig
 from rl.judge.reply import read_scores
+from rl.learner.learner import learning_rate
+from rl.learner.train_step import loss_inputs
 from tiny_world.data import write_shapes
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +114,63 @@ def test_five_iterations_match_the_golden_run(
     recorded_PGT = [[nats for _, nats in group] for group in recorded["completions"].values()]
     for logprobs_GT, nats_GT in zip(logprobs_PGT, recorded_PGT, strict=True):
         torch.testing.assert_close(logprobs_GT, torch.tensor(nats_GT), rtol=0, atol=LOGPROB_TOL)
+
+
+def test_a_step_of_uneven_groups_has_the_trainers_loss_and_gradient(nano: ModuleType) -> None:
+    """Completions of different lengths, one ungraded, one failed, a group with equal rewards, and
+    log-probs of the engine that are far from the trainer's."""
+    rewards_PG = [[0.1, None, 0.7, 0.0], [0.5, 0.5, 0.5, 0.5], [0.9, 0.2, 0.2, 0.4]]
+    lengths_PG = [[3, 5, 1, 2], [4, 4, 2, 1], [7, 1, 3, 2]]
+    settings = nano.Settings(kl=0.3)
+    config = AlgorithmConfig(kl_coeff=settings.kl)
+    groups_P, logprobs_P, reference_P, sequences_PG = [], [], [], []
+    for rewards_G, lengths_G in zip(rewards_PG, lengths_PG, strict=True):
+        is_token_GT = torch.arange(max(lengths_G)) < torch.tensor(lengths_G)[:, None]
+        logprobs_GT, sampler_GT, reference_GT = (
+            -3 * torch.rand(is_token_GT.shape) * is_token_GT for _ in range(3)
+        )
+        logprobs_P.append(logprobs_GT.requires_grad_())
+        reference_P.append(reference_GT)
+        nats_G = [row[:n] for row, n in zip(sampler_GT.tolist(), lengths_G, strict=True)]
+        completions = [Completion((1,) * len(nats), tuple(nats), "stop") for nats in nats_G]
+        edits = [nano.Edit(None, "", None, 0, None, reward) for reward in rewards_G]
+        groups_P.append(nano.Group(completions, edits, None, logprobs_GT, sampler_GT))
+        advantages_G = group_advantages(rewards_G, "group_std", 1e-4)
+        sequences_PG.append(
+            [
+                None if a is None else TrainSequence((True,) * len(nats), a, tuple(nats))
+                for a, nats in zip(advantages_G, nats_G, strict=True)
+            ]
+        )
+    # The first and the last group count: 3 + 1 + 2 tokens that are graded, and 7 + 1 + 3 + 2.
+    denominators = Denominators(
+        num_tokens=19, num_sequences=7, num_completions=0, max_completion_tokens=0
+    )
+    expected = torch.zeros(())
+    for sequences_G, logprobs_GT, reference_GT in zip(
+        sequences_PG, logprobs_P, reference_P, strict=True
+    ):
+        inputs = loss_inputs(config, sequences_G, logprobs_GT, None, denominators)
+        masked_GT = reference_GT.masked_fill(~inputs.mask, 0.0)
+        expected = expected + objective(config, inputs, masked_GT).total
+    gradients = torch.autograd.grad(expected, logprobs_P)
+
+    advantages_PG = [nano.advantages(rewards_G, settings.advantage_eps) for rewards_G in rewards_PG]
+    total = torch.zeros(())
+    for group, advantages_G, reference_GT in zip(groups_P, advantages_PG, reference_P, strict=True):
+        policy_loss, kl = nano.loss_sums(settings, group, advantages_G, reference_GT)
+        total = total + policy_loss + settings.kl * kl
+    total = total / nano.tokens_counted(groups_P, advantages_PG)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(torch.autograd.grad(total, logprobs_P), gradients)
+
+
+@pytest.mark.parametrize("iteration", range(7))
+def test_the_learning_rate_is_the_trainers(nano: ModuleType, iteration: int) -> None:
+    settings = nano.Settings(iterations=7, learning_rate=0.1, warmup=3, final_lr=0.2)
+    assert nano.learning_rate(settings, iteration) == pytest.approx(
+        learning_rate(iteration, 7, 0.1, 3, 0.2)
+    )
 
 
 def test_it_is_one_short_file_with_a_loop_of_its_own() -> None:
