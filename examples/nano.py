@@ -5,10 +5,11 @@ draws. One GPU, one process, nothing hidden: read it from top to bottom, `train`
     Qwen-Image-Edit -> a judge grades the picture -> LoRA update of Qwen2.5-VL
 
 It computes what the trainer (`rl/train.py`) does: tests/train/test_nano.py compares the two. But it
-has no checkpoints, no record, no alarms and no second GPU, and nothing overlaps. Models, editor,
-engine and the parsing of the judge's replies come from the library; the loop, the advantages, the
-loss, the optimizer and its schedule are here. The idea of such a file is nano-aha-moment's
-(https://github.com/McGill-NLP/nano-aha-moment). With models of real size it has not been run yet.
+has no evaluation, no checkpoints, no record, no alarms and no second GPU, and nothing overlaps.
+Models, editor, engine and the parsing of the judge's replies come from the library; the loop, the
+advantages, the loss, the optimizer and its schedule are here. The idea of such a file is
+nano-aha-moment's (https://github.com/McGill-NLP/nano-aha-moment). With models of real size it has
+not been run yet.
 
 On a laptop without a GPU, in a clone, with tiny models and a judge that compares pixels:
 
@@ -22,7 +23,7 @@ On a laptop without a GPU, in a clone, with tiny models and a judge that compare
         --learning-rate 2.5e-3 --warmup 4 --final-lr 0.2 --beta1 0.5 --beta2 0.99 \
         --max-grad-norm 0.1 --kl 0.2 --advantage-eps 0.1
 
-On one GPU of 80 GB, with a judge elsewhere (docs/judge.md), whose key, if any, is in JUDGE_API_KEY:
+On one large GPU, with a judge elsewhere (docs/judge.md), whose key, if any, is in JUDGE_API_KEY:
 
     python examples/nano.py --data edits.jsonl --judge-url http://judge-host:4877/v1
 
@@ -41,6 +42,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
 
@@ -73,7 +75,7 @@ T = TypeVar("T")
 
 
 def option(default: T, meaning: str) -> T:
-    """A setting with its default, and what `--help` says about it."""
+    """A field with its default, and what `--help` says about it."""
     value: T = field(default=default, metadata={"help": meaning})
     return value
 
@@ -100,7 +102,8 @@ class Settings:
     engine: str = option("vllm", "vllm, or transformers: slow, but it runs anywhere")
     vllm_memory: float = option(0.35, "share of the GPU's memory for vLLM while it is awake")
     temperature: float = option(1.0, "of sampling, and of the trainer's softmax")
-    max_tokens: int = option(256, "longest completion")
+    max_prompt: int = option(2048, "longest prompt, tokens; a longer one is an error")
+    max_tokens: int = option(256, "longest completion, tokens")
 
     editor: str = option("Qwen/Qwen-Image-Edit", "the frozen diffusion model")
     steps: int = option(8, "denoising steps")
@@ -108,7 +111,9 @@ class Settings:
     side_px: int = option(512, "pictures have about the area of a square with this side")
     render_batch: int = option(8, "pictures that are drawn together")
 
-    judge_url: str = option("http://127.0.0.1:4877/v1", "an OpenAI-compatible endpoint")
+    judge_url: str = option(
+        "http://127.0.0.1:4877/v1", "an OpenAI-compatible endpoint, with its /v1"
+    )
     judge_model: str = option("Qwen/Qwen3-VL-32B-Instruct-FP8", "its model, which sees pictures")
     judge_requests: int = option(32, "questions asked at the same time")
 
@@ -172,6 +177,7 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
     adapter = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         adapter.values(),
+        lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.adam_eps,
         weight_decay=0.0,
@@ -191,14 +197,15 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
         engine.sleep()
 
         # 2. One forward per group: its hidden states condition the editor, its log-probs are those
-        #    of the loss, and its graph waits for the judge, so there is no second forward.
+        #    of the loss, and its graph waits for the judge's answer: there is no second forward.
         noise_P = [derive_seed(settings.seed, "noise", name) for name in names_P]
         groups_P = [
-            forward(policy, *each) for each in zip(prompts_P, completions_PG, noise_P, strict=True)
+            forward(policy, prompt, completions_G, noise)
+            for prompt, completions_G, noise in zip(prompts_P, completions_PG, noise_P, strict=True)
         ]
 
         # 3. The frozen editor draws; the judge grades the pictures.
-        edits = list(dict.fromkeys(edit for group in groups_P for edit in group.edits))
+        edits = list(dict.fromkeys(edit for group in groups_P for edit in group.edits))  # distinct
         draw(renderer, edits)
         judge(settings, edits)
 
@@ -251,6 +258,7 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
 
 
 def editor_config(settings: Settings) -> EditorConfig:
+    """The editor's part of the settings; the policy's prompt depends on it, too."""
     return EditorConfig(
         model_path=settings.editor,
         dtype=settings.dtype,
@@ -264,10 +272,10 @@ def editor_config(settings: Settings) -> EditorConfig:
 
 
 def load_policy(settings: Settings, device: str) -> Qwen25VL:
-    """Qwen2.5-VL with a fresh LoRA adapter (PEFT's), which is all that is trained.
+    """Qwen2.5-VL with a fresh LoRA adapter (PEFT's, in float32), which is all that is trained.
 
-    It reads the editor's own prompt template, so that prompt and completion are one sequence for
-    the policy, which writes it, and for the editor, which was trained to be conditioned on it.
+    Its prompt is the editor's own template: prompt and completion are then one sequence, which the
+    policy writes, and whose hidden states are what the editor was trained to be conditioned on.
     """
     editor = editor_config(settings)
     lora = LoraSection(
@@ -281,6 +289,7 @@ def load_policy(settings: Settings, device: str) -> Qwen25VL:
         init_text_encoder_from=settings.text_encoder,
         dtype=settings.dtype,
         lora=lora,
+        max_prompt_tokens=settings.max_prompt,
     )
     setup = PolicySetup(
         kind="hidden_states",
@@ -308,18 +317,20 @@ def load_engine(settings: Settings, policy: Qwen25VL, device: str) -> Engine[Any
 
 
 def rows_of(settings: Settings, iteration: int, num_rows: int) -> list[int]:
-    """[P] the rows whose turn it is: every epoch takes each row once, in an order of its own."""
-    first = iteration * settings.prompts
-    turns_P = list(range(first, first + settings.prompts))
-    random.Random(f"{settings.seed}:slots:{iteration}").shuffle(turns_P)  # as the library does
+    """[P] the rows whose turn it is: every epoch takes each row once, in an order of its own. The
+    names of the orders are the trainer's, so that both draw the same rows."""
+    rows_P = []
+    for slot in shuffled(f"{settings.seed}:slots:{iteration}", settings.prompts):
+        epoch, place = divmod(iteration * settings.prompts + slot, num_rows)
+        rows_P.append(shuffled(f"{settings.seed}:0:{epoch}", num_rows)[place])
+    return rows_P
 
-    def row(turn: int) -> int:
-        epoch, place = divmod(turn, num_rows)
-        order = list(range(num_rows))
-        random.Random(f"{settings.seed}:0:{epoch}").shuffle(order)
-        return order[place]
 
-    return [row(turn) for turn in turns_P]
+@lru_cache(maxsize=4)
+def shuffled(name: str, length: int) -> list[int]:
+    order = list(range(length))
+    random.Random(name).shuffle(order)
+    return order
 
 
 def sample(
@@ -350,13 +361,12 @@ def forward(
     for (_, ids), action in zip(rows, policy.decode_actions(rows, batch, outputs), strict=True):
         # A group shares its noise, so that its rewards differ by the words alone. A completion
         # without words fails: the lowest reward, which counts in the group's mean.
-        edit = Edit(prompt, action.text, action.payload, noise_seed)
-        edit.reward = None if action.failure is None else 0.0
+        reward = None if action.failure is None else 0.0
+        edit = Edit(prompt, action.text, action.payload, noise_seed, reward=reward)
         edits.setdefault(ids, edit)
+    edits_G = [edits[ids] for _, ids in rows]
     sampler_GT = padded([c.logprobs for c in completions_G], outputs.logprobs)
-    return Group(
-        completions_G, [edits[ids] for _, ids in rows], batch, outputs.logprobs, sampler_GT
-    )
+    return Group(completions_G, edits_G, batch, outputs.logprobs, sampler_GT)
 
 
 def draw(renderer: QwenImageEdit, edits: Sequence[Edit]) -> None:
@@ -383,23 +393,25 @@ def judge(settings: Settings, edits: Sequence[Edit]) -> None:
             edit.reward = reward
 
 
+ABOUT_EDIT, ABOUT_PICTURE = (
+    (PROMPTS / f"viescore_{name}.txt").read_text(encoding="utf-8").strip()
+    for name in ("semantics", "perception")
+)
+
+
 def viescore(settings: Settings, http: httpx.Client, edit: Edit) -> float | None:
     """sqrt(SC * PQ) / 10 (Ku et al. 2023, arXiv 2312.14867): SC is the worse of (edit success,
     restraint), PQ the worse of (naturalness, cleanness of the picture alone), each 0..10."""
-    assert edit.picture is not None
-    sample, (about_edit, about_picture) = edit.prompt.sample, QUESTIONS
-    about_edit = fill_prompt(about_edit, sample.instruction)
-    semantics = ask(settings, http, sample.sources[0], about_edit, edit.picture)
-    perception = ask(settings, http, about_picture, edit.picture)
+    sample, picture = edit.prompt.sample, edit.picture
+    assert picture is not None
+    about_edit = fill_prompt(ABOUT_EDIT, sample.instruction)
+    semantics = ask(settings, http, sample.sources[0], about_edit, picture)
+    perception = ask(settings, http, ABOUT_PICTURE, picture)
     if semantics is None or perception is None:
         return None
     return math.sqrt(min(semantics) * min(perception)) / 10
 
 
-QUESTIONS = [
-    (PROMPTS / f"viescore_{name}.txt").read_text(encoding="utf-8").strip()
-    for name in ("semantics", "perception")
-]
 TRIES = 4
 
 
@@ -413,6 +425,7 @@ def ask(settings: Settings, http: httpx.Client, *parts: str | Image) -> tuple[fl
         for part in parts
     ]
     for attempt in range(TRIES):
+        time.sleep(2.0**attempt - 1)
         body = {
             "model": settings.judge_model,
             "messages": [{"role": "user", "content": content}],
@@ -426,7 +439,6 @@ def ask(settings: Settings, http: httpx.Client, *parts: str | Image) -> tuple[fl
             return read_scores(read_chat(response.content).reply, count=2, low=0, high=10)
         except (httpx.HTTPError, UnreadableReplyError) as error:
             problem = error
-            time.sleep(2.0**attempt)
     print(f"no grade from the judge: {problem}")
     return None
 
@@ -484,7 +496,7 @@ def loss_sums(
     logprobs_GT = group.logprobs
     advantages_G1 = padded([[advantage] for advantage in advantages_G], logprobs_GT)
     old_GT = logprobs_GT.detach()  # one step per batch: the old policy is the present one
-    # So the ratio is 1 and is never clipped. It is here for its gradient, that of the log-prob.
+    # The ratio is then 1, and never clipped. It is here for its gradient, which is that of log pi.
     ratio_GT = (logprobs_GT - old_GT).exp()
     clipped_GT = ratio_GT.clamp(1 - settings.clip, 1 + settings.clip)
     policy_GT = -torch.minimum(ratio_GT * advantages_G1, clipped_GT * advantages_G1)
