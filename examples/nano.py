@@ -11,10 +11,12 @@ advantages, the loss, the optimizer and its schedule are here. The idea of such 
 nano-aha-moment's (https://github.com/McGill-NLP/nano-aha-moment). With models of real size it has
 not been run yet.
 
-On a laptop without a GPU, in a clone, with tiny models and a judge that compares pixels:
+On a laptop without a GPU, in a clone, with tiny models (which more threads would slow down) and a
+judge that compares pixels:
 
     python -m tiny_world.judge_server judge_url tiny-world-judge &
     python -m tiny_world.data.write_shapes edits 1024
+    export OMP_NUM_THREADS=1
     python examples/nano.py --data edits/edits.jsonl --judge-url $(cat judge_url) \
         --judge-model tiny-world-judge --policy tiny_world/weights/policy --text-encoder "" \
         --editor tiny_world/weights/editor --engine transformers --dtype float32 \
