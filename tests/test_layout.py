@@ -132,6 +132,7 @@ OURS = [
     *TINY_WORLD,
     *(ROOT / "scripts").rglob("*.py"),
     *(ROOT / "benchmarks").rglob("*.py"),
+    *(ROOT / "examples").rglob("*.py"),
 ]
 
 

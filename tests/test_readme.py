@@ -37,7 +37,8 @@ def test_the_page_of_metrics_lists_those_of_shipped_plugins() -> None:
 
 
 def test_every_file_named_in_the_docs_exists() -> None:
-    kinds = r"(?:configs|scripts|rl|benchmarks|tests)/[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py|md)"
+    folders = r"(?:configs|scripts|rl|benchmarks|tests|examples)/"
+    kinds = folders + r"[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py|md)"
     paths = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
     assert len(paths) >= 40
     assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []

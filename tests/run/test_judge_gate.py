@@ -31,10 +31,10 @@ from rl.tools.report.summary import alarms
 TINY_AUDIT = Path(__file__).resolve().parents[1] / "tiny_audit.py"
 
 MINE = """
-from rl.rewards import viescore
-class Config(viescore.Config):
+from rl.rewards.judged import VieScore, VieScoreConfig
+class Config(VieScoreConfig):
     type: str
-class Mine(viescore.VieScore):
+class Mine(VieScore):
     Config = Config
 """
 

@@ -273,7 +273,7 @@ def test_each_tier_runs_its_tests(copy):
         return run(copy, *arguments, REQUIREMENTS=CPU).stdout.splitlines()
 
     lint = ["ruff check .", "ruff format --check .", "mypy "]
-    lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts"]
+    lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts examples"]
     test = "scripts/test.sh"
     for options, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
         assert sorted(printed(test, *options)) == sorted([*lint, PYTEST + tests])
