@@ -31,7 +31,7 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, SamplingParams
-from rl.engines import vllm
+from rl.engines import vllm_process
 from rl.engines.transformers import TransformersEngine
 from rl.files import read_rows
 from rl.learner.learner import (
@@ -205,7 +205,7 @@ def _copy_base(engine: Any, policy: Any) -> str:
 def _copy_in_worker(worker: Any, weights: Any) -> str:
     model = worker.model_runner.get_model()
     for name, parameter in weights.items():
-        location = vllm._locate(model, name)
+        location = vllm_process._locate(model, name)
         if location is None:
             return f"vLLM's model has no {name}"
         layer, kind, first_row = location

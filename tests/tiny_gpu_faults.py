@@ -45,17 +45,17 @@ def noisy(setup: Setup) -> Iterator[Line]:
 
 
 def wrong_kernel(setup: Setup) -> Iterator[Line]:
-    from rl.policies import attention
+    from rl.algorithm import attention_kernels
     from rl.tools.check_gpu import gpu_steps
 
     def forward(*tensors: Any) -> Any:
-        out, lse = attention.CPU.forward(*tensors)
+        out, lse = attention_kernels.CPU.forward(*tensors)
         return 1.01 * out, lse
 
-    kernel = attention.Kernel(forward, attention.CPU.backward)
+    kernel = attention_kernels.Kernel(forward, attention_kernels.CPU.backward)
     gpu_steps.LARGEST_ERROR["float32"] = gpu_steps.LARGEST_ERROR["bfloat16"]
     gpu_steps.LARGEST_BIAS["float32"] = gpu_steps.LARGEST_BIAS["bfloat16"]
-    with mock.patch.object(attention, "choose_kernel", lambda *_: kernel):
+    with mock.patch.object(gpu_steps, "choose_kernel", lambda *_: kernel):
         yield next(iter(gpu_steps.kernels(setup)))
 
 

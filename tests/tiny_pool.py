@@ -58,7 +58,7 @@ class FakeWorker:
 
     def check(self, message: pool_worker.Message, digests: list[str]) -> dict[str, Any]:
         drawn = self.draw(message)
-        return {**drawn, "digests": pool_worker.digests(drawn["outcomes"])}
+        return {**drawn, "digests": pool_worker.digests_of(drawn["outcomes"])}
 
     def prepare(self, message: pool_worker.Message, method: str) -> dict[str, Any]:
         if self.dies(self.num_drawn, []):

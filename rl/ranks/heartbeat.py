@@ -33,7 +33,7 @@ _read_lock = threading.Lock()
 
 class Call(NamedTuple):
     module: str
-    """'rl.run.loop', also for the module that Python runs as `__main__`."""
+    """'rl.run.run', also for the module that Python runs as `__main__`."""
     code: int
     instruction: int
     """Byte offset of the current instruction."""

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
 from benchmarks.gpu_models import REAL
+from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
-from rl.policies import attention, trained_module
+from rl.policies import trained_module
 from rl.policies.qwen_vl import load_tokenizer
 from rl.policies.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.ranks.dist import Dist
@@ -84,8 +85,8 @@ def without_last_key(kernel: Kernel) -> Kernel:
 
 
 def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
-    wrong = without_last_key(attention.CPU)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: wrong)
+    wrong = without_last_key(attention_kernels.CPU)
+    monkeypatch.setattr(gpu_steps, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_steps, "policy_outcomes", lambda setup: [{}, {}, {}])
     for limits in (gpu_steps.LARGEST_ERROR, gpu_steps.LARGEST_BIAS):
         monkeypatch.setitem(limits, "float32", gpu_steps.LARGEST_ERROR["bfloat16"])
@@ -95,9 +96,9 @@ def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path
 
 
 def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
-    wrong = without_last_key(attention.CPU)
-    chosen = attention.choose_kernel
-    for module in (attention, trained_module):  # the second has imported the name
+    wrong = without_last_key(attention_kernels.CPU)
+    chosen = attention_kernels.choose_kernel
+    for module in (gpu_steps, trained_module):
         monkeypatch.setattr(
             module,
             "choose_kernel",

@@ -46,7 +46,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... 3 or 6"),
     ({"renderer": {"type": "qwen_image_edt"}},
      "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
-    ({"engine": {}}, "engine.type: ... missing ... rl/engines"),
+    ({"engine": {}}, "engine.type: ... missing ... transformers, vllm"),
     ({"data": {"train": [{"type": "edit_jsonl", "path": "nowhere.jsonl"}]}},
      "data.train.0: ... nowhere.jsonl ... exist"),
     ({"policy": QWEN | {"model_path": "./weights"}}, "policy.model_path: ... './weights'"),
@@ -594,7 +594,7 @@ def test_a_start_is_checked_against_its_gpus(
     """The GPUs count with their real sizes, or as --gpu-gb says."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     machine = Machine(tuple(cuda_gb))
-    monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: machine)
+    monkeypatch.setattr("rl.ranks.dist.look_at_machine", lambda: machine)
     monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err

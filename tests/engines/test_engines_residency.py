@@ -22,7 +22,7 @@ class LoadedPolicy:
 def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
     """(has room, claim) on the second GPU of a machine, of `gpu_gb`; the first is too small for
     anything. `others`: memory of the other ranks' GPUs, GB."""
-    monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
+    monkeypatch.setattr(set_up, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
     monkeypatch.setattr(Dist, "gather", lambda self, value: [value, *others])
     needed = ("BASE_EXP_DIR", "REWARD_FUNCTION_API_BASE", "RUN_NAME")
     env = {f"APP__{name}": "set" for name in needed}

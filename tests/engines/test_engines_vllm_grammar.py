@@ -226,9 +226,9 @@ def test_the_processor_fits_the_version_of_the_runner(uses_v2, processor, monkey
 def test_a_vllm_of_another_interface_is_reported(monkeypatch):
     import sys
 
-    from rl.engines import vllm
+    from rl import engines
 
-    monkeypatch.delattr(vllm, "grammar")
+    monkeypatch.delattr(engines, "vllm_requests")
     monkeypatch.setitem(sys.modules, "rl.engines.vllm_requests", None)
     with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
         vllm_engine.grammar_arguments("folder", {}, None)

@@ -6,8 +6,8 @@ from tiny_rounding import PRODUCT_TOL
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
+from rl.algorithm import attention_kernels as kernels
 from rl.api.types import PackedGroup, Prompt, Sample
-from rl.policies import attention as kernels
 from rl.policies import emu3
 from rl.policies import packing as packing
 from rl.policies.attention import Packing, attention

@@ -27,7 +27,7 @@ def test_an_older_phase_never_overwrites_a_newer_one(
             may_write.wait(60)
         return []
 
-    monkeypatch.setattr(heartbeat.loading_progress, "calls", calls)
+    monkeypatch.setattr(heartbeat, "calls", calls)
     older.start()
     assert has_read.wait(60)
     heart.phases.append(("learn", 1.0))

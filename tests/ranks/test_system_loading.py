@@ -13,7 +13,7 @@ from rl.ranks import heartbeat
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "LOADING_EVERY_S", 0.02)
     monkeypatch.setattr(heartbeat, "SAME_S", 0.2)
     yield
     heartbeat.stop_loading()

@@ -103,7 +103,7 @@ def test_on_a_terminal_progress_is_shown_in_the_line_of_the_phase(clock) -> None
 
 
 def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "LOADING_EVERY_S", 0.02)
     heartbeat.start_loading()
     try:
         with counted("rows of a.jsonl", 100) as counter:

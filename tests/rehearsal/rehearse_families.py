@@ -7,7 +7,7 @@ import json
 import sys
 from unittest import mock
 
-from rl.tools import rehearsal
+from rl.tools import skeletons
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
 FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
@@ -16,7 +16,7 @@ DEPTH = 2  # of a case with a planted fault: 1
 
 def main(cases: list[str]) -> None:
     """`cases`: 'config', or 'config, planted fault'."""
-    rehearsal.load()
+    skeletons.load()
     from rl.config.schema import load_config
     from rl.tools.rehearsal import NAMES, lines, peaks_gb, rehearse
 

@@ -93,14 +93,16 @@ def test_a_run_killed_by_kill_9_resumes_exactly(
         displace(folder)
     resumed = tiny_loop.run_forked(path).stdout
     assert "resumed from" in resumed
-    if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is repeated
+    if where.startswith(
+        "rl.record.checkpoint"
+    ):  # the second iteration was recorded, and is repeated
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed
     assert_same_run(uninterrupted, tmp_path / "tiny")
     rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
     reused = [row.get("judge/reused_replies") for row in rows]
     # Killed before the third update, which saves the second iteration in the background: by then
     # 2 questions each about the third's 8 pictures and the bare arm's 2 were answered.
-    assert reused[3] == 20 or where.startswith("rl.checkpoints"), reused
+    assert reused[3] == 20 or where.startswith("rl.record.checkpoint"), reused
 
 
 def as_the_last_release_left_it(run_dir: Path) -> None:
