@@ -48,7 +48,7 @@ from rl.run.set_up import open_run
 from rl.tools.check_gpu.gpu_machine import SHOWN
 from rl.tools.check_gpu.gpu_steps import move
 from rl.tools.check_gpu.lines import Line, Setup, measured, result, skipped
-from rl.train import train
+from rl.train import sampling_params, train
 
 NUM_ITERATIONS = 2
 """The first one warms up."""
@@ -140,7 +140,7 @@ def sync_vllm(setup: Setup, eager: str) -> Iterator[Line]:
         yield measured("vLLM's start", f"{time.perf_counter() - start_s:.0f} s, {eager}")
         yield from _differences(bench, policy, engine, config)
         prompts = [make_group(bench, policy, bench.size.policy_px, i)[0] for i in range(2)]
-        params = build.sampling_params(config)
+        params = sampling_params(config)
         engine.generate(prompts, params, [1, 1001])
         start_s = time.perf_counter()
         groups = engine.generate(prompts, params, [2, 2001])

@@ -104,7 +104,7 @@ class Meter:
 
     def watch_phases(self) -> None:
         """Makes every phase of every `PhaseTimer` a span of the same name."""
-        from rl.console import PhaseTimer
+        from rl.progress import PhaseTimer
 
         original = PhaseTimer.phase
 

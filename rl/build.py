@@ -21,7 +21,7 @@ from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import PromptTemplate, Sample, SamplingParams, UnusableSampleError
+from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.config.loading import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -331,17 +331,6 @@ def num_iterations(config: RunConfig, num_samples: int) -> int:
     assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
     # `round` removes what binary fractions add: 0.28 x 100 is a little above 28.
     return math.ceil(round(config.num_epochs * num_samples / config.prompts_per_iteration, 9))
-
-
-def sampling_params(config: RunConfig) -> SamplingParams:
-    """How training completions are drawn."""
-    return SamplingParams(
-        temperature=config.sampling.temperature,
-        top_p=config.sampling.top_p,
-        top_k=config.sampling.top_k,
-        max_tokens=config.sampling.max_completion_tokens,
-        num_completions=config.generations_per_prompt,
-    )
 
 
 def prompt_template(config: Mapping[str, Any]) -> PromptTemplate | None:

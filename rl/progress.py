@@ -1,16 +1,20 @@
-"""Progress of long work: '37 of 128 pictures, 2.1/s, 43 s left', live or as rare log lines."""
+"""Times the phases of an iteration, and shows the progress of long work: '37 of 128 pictures'."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rl.console import Console, duration
+from rl.meter import has_passed, seconds_between, time_mark
 from rl.printing import wrapped
 from rl.ranks import heartbeat
+from rl.ranks.dist import waited_s
 
 SILENT_S = 3.0
 """Work that takes no longer is not reported."""
@@ -125,3 +129,124 @@ def weights_counted() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(previous)
+
+
+# ---- phases --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Phase:
+    name: str
+    console: Console | None
+    text: str = ""
+
+    def note(self, text: str) -> None:
+        """Set the text printed beside the phase's seconds; a later call replaces it."""
+        self.text = text
+        self.show()
+
+    def show(self) -> None:
+        if self.console is not None:
+            self.console.live(f"{self.name}: {self.text}" if self.text else self.name)
+
+
+class PhaseTimer:
+    """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
+    pauses the outer one, so that phases add up to the wall time. When the outermost phase ends, a
+    line is printed for each. Code that must count as one phase needs its own timer.
+
+    On a GPU, a phase lasts from the moment in which the GPU has finished the work of the phase
+    before until it has finished this phase's work: the host queues work far ahead. The host waits
+    for these moments in `lap` only; until the GPU has reached them, lines are not printed."""
+
+    def __init__(
+        self, console: Console | None = None, flops_per_s: float | None = None, device: str = "cpu"
+    ) -> None:
+        """`console`: None prints nothing. `flops_per_s`: the matrix-product rate of `device`; if
+        None, `work/mfu` is not reported."""
+        self._console = console
+        self._flops_per_s = flops_per_s
+        self._device = device
+        self.model_flops = 0.0
+        """FLOPs of the policy's training passes since the last lap."""
+        self._start_s = self._lap_s = time.perf_counter()
+        self._charged_waited_s = waited_s()
+        self._marks = deque([("", time_mark(device))])
+        """(the phase that ended or was paused, '' for none; when), as far as not yet counted; the
+        first is when the one before it ended."""
+        self._this_iteration: defaultdict[str, float] = defaultdict(float)
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
+        self._unprinted: defaultdict[str, float] = defaultdict(float)
+        self._notes: dict[str, str] = {}
+        self._under_way: list[Phase] = []
+        self.total: defaultdict[str, float] = defaultdict(float)
+        """Seconds by phase since the start."""
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time a block; a phase entered several times in an iteration adds up."""
+        self._charge()
+        phase = Phase(name, self._console, self._notes.get(name, ""))
+        self._under_way.append(phase)
+        try:
+            with heartbeat.phase(name):
+                phase.show()
+                yield phase
+        finally:
+            self._charge()
+            self._under_way.pop()
+            self._notes[name] = phase.text
+            if self._under_way:
+                self._under_way[-1].show()
+            else:
+                if self._console is not None:
+                    self._console.live("")
+                self._count()
+
+    def _charge(self) -> None:
+        """The time since the last call belongs to the innermost phase that is running."""
+        name, now_waited_s = self._under_way[-1].name if self._under_way else "", waited_s()
+        if name:
+            self._waited[name] += now_waited_s - self._charged_waited_s
+        self._marks.append((name, time_mark(self._device)))
+        self._charged_waited_s = now_waited_s
+
+    def _count(self, wait: bool = False) -> None:
+        """Add up the time between the marks that the GPU has passed, or with `wait` between all.
+        Print a line for each phase once no mark is left."""
+        while len(self._marks) > 1 and (wait or has_passed(self._marks[1][1])):
+            _, start = self._marks.popleft()
+            name, end = self._marks[0]
+            for totals in (self._this_iteration, self._unprinted, self.total) if name else ():
+                totals[name] += seconds_between(start, end)
+        if len(self._marks) == 1:
+            unprinted, self._unprinted = self._unprinted, defaultdict(float)
+            notes, self._notes = self._notes, {}
+            if self._console is not None:
+                for ended, seconds in unprinted.items():
+                    line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
+                    self._console.say(line.rstrip())
+
+    def own_seconds(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, without waits for other ranks. No phase may be
+        under way."""
+        self._count(wait=True)
+        return {name: s - self._waited[name] for name, s in self._this_iteration.items()}
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
+        lap."""
+        self._count(wait=True)
+        now_s = time.perf_counter()
+        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration.items()}
+        metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s
+        if self._flops_per_s and self.model_flops:
+            metrics["work/mfu"] = self.model_flops / (iteration_s * self._flops_per_s)
+        self._this_iteration, self._waited = defaultdict(float), defaultdict(float)
+        self._lap_s, self.model_flops = now_s, 0.0
+        return metrics

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from rl import build, printing
 from rl.algorithm.metrics import Metrics
+from rl.api.types import SamplingParams
+from rl.config.schema import RunConfig
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
@@ -85,7 +87,7 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
     run.engine.wake()
     with timer.phase("generate") as phase:
         seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
-        completions_PG = run.engine.generate(prompts_P, build.sampling_params(config), seeds_P)
+        completions_PG = run.engine.generate(prompts_P, sampling_params(config), seeds_P)
         phase.note(size_text(completions_PG))
     run.engine.sleep()
     noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
@@ -94,6 +96,17 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
     sizes_P = [len(completions_G) for completions_G in completions_PG]
     train_step = run.learner.begin(iteration, prompts_P, sampled.token_ids, sizes_P)
     return PendingStep(iteration, run.render(sampled, train_step), train_step)
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """How training completions are drawn."""
+    return SamplingParams(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_tokens=config.sampling.max_completion_tokens,
+        num_completions=config.generations_per_prompt,
+    )
 
 
 def learn_from(run: Run, pending: PendingStep) -> None:

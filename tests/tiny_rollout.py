@@ -10,8 +10,8 @@ from PIL import Image
 from rl.api.reward import Reward
 from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
 from rl.config.schema import RunConfig
-from rl.console import PhaseTimer
 from rl.learner.train_step import pack_groups
+from rl.progress import PhaseTimer
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 
 

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from rl.build import Plugin, Resolved
 
 # ---- compatibility -------------------------------------------------------------------------------
-# Which plugins fit together, and what a resume may change.
-
-# ---- compatibility -------------------------------------------------------------------------------
 # Checks whether the chosen plugins can run together: rules that involve several of them.
 
 RANKS_OF_A_NODE = 8

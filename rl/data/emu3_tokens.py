@@ -1,4 +1,4 @@
-"""Reads and writes one tokenised edit; the pickle of a published `.pth` is never run."""
+"""Reads edits whose pictures are token codes: a `tokenized_datalist.json` and a file per edit."""
 
 from __future__ import annotations
 
@@ -141,7 +141,6 @@ def _codes(fields: Mapping[str, Any], key: str) -> np.ndarray:
 
 
 # ---- emu3 tokens ---------------------------------------------------------------------------------
-# Reads edits whose pictures are token codes: a `tokenized_datalist.json` and a file per edit.
 
 NUM_CHECKED = 64
 """A config check verifies that the files of this many first entries exist."""

@@ -1,4 +1,7 @@
-"""vLLM in the trainer's process."""
+"""The fast inference engine: vLLM in the trainer's process, on the trainer's device.
+
+Axes: `_P` prompts, `_G` completions in a group.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,6 @@ from rl.model_files import fingerprint
 
 if TYPE_CHECKING:
     import torch
-
-# ---- vllm ----------------------------------------------------------------------------------------
-# The fast inference engine: vLLM in the trainer's process, on the trainer's device.
-#
-# Axes: `_P` prompts, `_G` completions in a group.
 
 ENVIRONMENT = {
     # In process: weights are handed over as tensors, and a policy and its engine share a device.

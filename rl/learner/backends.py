@@ -17,9 +17,6 @@ from rl.config.schema import OptimizerConfig
 from rl.ranks.dist import Dist
 
 # ---- backends ------------------------------------------------------------------------------------
-# Optimizers: torch AdamW, and DeepSpeed.
-
-# ---- backends ------------------------------------------------------------------------------------
 # The interface of optimizer backends, and the backend in plain PyTorch.
 
 Tensors = dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Emu3 writes pictures as tokens."""
+"""Policy plugin: Emu3, which reads a picture as tokens and writes words and a picture."""
 
 from __future__ import annotations
 

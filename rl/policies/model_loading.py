@@ -12,9 +12,6 @@ from rl.console import warn
 from rl.model_files import ADAPTER_CONFIG, cached, read_config
 from rl.printing import excerpt
 
-# ---- model loading -------------------------------------------------------------------------------
-# Finds or downloads model files, and adds a LoRA adapter to a loaded model.
-
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Patterns of all files in a model's repository except weights and code."""
 

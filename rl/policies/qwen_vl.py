@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from rl.policies.qwen_vl_module import QwenModule
 
 # ---- qwen vl policy ------------------------------------------------------------------------------
-# The Qwen-VL policies: hidden states that condition a renderer, or text.
-
-# ---- qwen vl policy ------------------------------------------------------------------------------
 # The Qwen-VL policies: read pictures and an instruction, write words or states for a renderer.
 #
 # Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.

@@ -244,9 +244,6 @@ class Thinking:
         return [thought_trains] * num_thought + [not thought_trains] * (len(ids) - num_thought)
 
 
-# ---- qwen vl prompts -----------------------------------------------------------------------------
-# Qwen-VL's prompts, and which rows no prompt can be built of.
-
 # ---- qwen vl pictures ----------------------------------------------------------------------------
 # The vision tower's features of pictures; a frozen tower encodes each picture only once.
 

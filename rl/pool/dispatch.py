@@ -1,4 +1,4 @@
-"""The renderer in actors of a Ray cluster: batches go out, and come back or are drawn here."""
+"""Sends batches of render jobs to workers, and again elsewhere if a worker dies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from rl.renderers.diffusion_loop import OUT_OF_MEMORY, Fits, batches_of
 
 if TYPE_CHECKING:
     pass
-
-# ---- dispatch ------------------------------------------------------------------------------------
-# Sends batches of render jobs to workers, and again elsewhere if a worker dies.
 
 POLL_S = 0.5
 LOOK_AT_WORKERS_S = 2.0

@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1, without models: sections, checks, sizes."""
+"""Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from rl.renderers.qwen_image_config import (
     forwards_per_picture,
     output_area_px,
 )
-
-# ---- qwen image 21 -------------------------------------------------------------------------------
-# Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone.
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 """The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""

@@ -28,9 +28,6 @@ from rl.renderers.qwen_image_config import (
 # ---- qwen image editor ---------------------------------------------------------------------------
 # Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts.
 
-# ---- qwen image editor ---------------------------------------------------------------------------
-# Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts.
-
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. "

@@ -37,9 +37,6 @@ from rl.judge.reply import (
     scores_schema,
 )
 
-# ---- judging -------------------------------------------------------------------------------------
-# Rewards by a judge's grades, read several times, and VIEScore's questions; tags in answers.
-
 # ---- repeated judging ----------------------------------------------------------------------------
 # Base class of rewards that ask the judge, optionally several times, and average the scores.
 

@@ -26,11 +26,10 @@ from rl.api.types import (
     TrainSequence,
 )
 from rl.config.schema import RunConfig
-from rl.console import PhaseTimer
 from rl.files import copied_pictures
 from rl.judge.http import BackgroundLoop
 from rl.learner.train_step import Forwards
-from rl.progress import Progress, counted
+from rl.progress import PhaseTimer, Progress, counted
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import (
     Arm,

@@ -21,7 +21,7 @@ from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.alarms import Watch
 from rl.run.episode_metrics import rollout_metrics
-from rl.run.plugin_metrics import PluginMetrics
+from rl.run.metric_table import PluginMetrics
 
 if TYPE_CHECKING:
     from PIL.Image import Image

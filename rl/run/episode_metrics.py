@@ -140,9 +140,6 @@ def _by_cluster(
     return np.array([sum(v) for v in clusters]), np.array([float(len(v)) for v in clusters])
 
 
-# ---- episode metrics -----------------------------------------------------------------------------
-# Metrics of an iteration's episodes and pictures.
-
 # ---- picture signals -----------------------------------------------------------------------------
 # Measures what a policy could exploit in a judge: likeness to the source, sharpness, saturation,
 # length; and whether the reward pays for it within groups.

@@ -15,10 +15,11 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
 from rl.check.compatibility import lasting
-from rl.console import PhaseTimer, warn
+from rl.console import warn
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
 from rl.learner.train_step import Forwards, Inference
 from rl.printing import scrubbed
+from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.record.checkpoint import retry_until_space
 from rl.record.run_record import named_sources, provenance, source_files
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from rl.console import PhaseTimer
     from rl.learner.learner import Learner
+    from rl.progress import PhaseTimer
     from rl.ranks.dist import Dist
     from rl.record.run_record import BackgroundWriter
 

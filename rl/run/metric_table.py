@@ -1,23 +1,105 @@
-"""The unit and meaning of every metric that a run may log, read from `docs/metrics.md`."""
+"""The metrics that a run logs: their units and meanings; those that plugins report."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rl import build, printing
+from rl.algorithm.metrics import Metrics
 from rl.api import find
+from rl.api.find import described
 from rl.api.metric import Metric
-from rl.run.plugin_metrics import prefix_of
+from rl.api.plugin import PluginBase, brief, reported_by
+from rl.build import Plugin
+from rl.console import warn
 
-_IN_WHEEL = Path(__file__).with_name("metrics.md")
-_FILE = _IN_WHEEL if _IN_WHEEL.is_file() else Path(__file__).parents[2] / "docs" / "metrics.md"
-_TABLES = _FILE.read_text(encoding="utf-8").partition("## What plugins report")[0]
-METRICS = {
-    name: Metric(unit, meaning.replace(r"\|", "|"))
-    for name, unit, meaning in re.findall(r"(?m)^\| `(.+?)` \| (.+?) \| (.+) \|$", _TABLES)
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+# ---- plugin metrics ------------------------------------------------------------------------------
+# Collects the metrics that plugins report.
+
+_PREFIXES = {
+    "rewards": "reward/metric/{name}/",
+    "data": "data/metric/{name}/",
+    "policy": "policy/metric/",
+    "engine": "engine/",
+    "renderer": "renderer/",
 }
+"""Config section -> prefix. It has 'metric' if the loop's own metrics have the same first word."""
+Made = Sequence[tuple[Plugin[Any], PluginBase[Any]]]
+"""Plugins of a config, each with its instance."""
+
+
+def prefix_of(key: str) -> str:
+    """A plugin's prefix by its config key: 'rewards.bright' -> 'reward/metric/bright/'."""
+    section, _, name = key.partition(".")
+    return _PREFIXES[section].format(name=name)
+
+
+class PluginMetrics:
+    """Collects what a run's plugins report in each iteration. A report that differs from the
+    plugin's declaration is left out with one warning."""
+
+    def __init__(self, renderer: Plugin[Any], made: Made, dist: Dist) -> None:
+        """`made`: all plugins except the renderer, whose report comes with its pictures."""
+        self._renderer = renderer
+        self._made = made
+        self._dist = dist
+        self._warned: set[str] = set()
+
+    def drop(self) -> None:
+        """Discard the pending reports, which belong to no training iteration."""
+        for _, instance in self._made:
+            reported_by(instance)
+
+    def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
+        """This rank's plugin metrics; `of_renderer`: the renderer's report, or what it raised."""
+        metrics = Metrics()
+        self._add(metrics, self._renderer, of_renderer)
+        for plugin, instance in self._made:
+            self._add(metrics, plugin, reported_by(instance))
+        return metrics
+
+    def _add(
+        self, metrics: Metrics, plugin: Plugin[Any], reported: Mapping[str, float] | Exception
+    ) -> None:
+        prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
+        if isinstance(reported, Exception):
+            error_text = described(reported, plugin.cls.take_metrics)
+            self._leave_out(plugin, prefix, f"take_metrics raises {error_text}")
+            return
+        if not isinstance(reported, Mapping):
+            expected = "expected a mapping of names to numbers"
+            self._leave_out(plugin, prefix, f"take_metrics returns {brief(reported)}; {expected}")
+            return
+        for name, value in reported.items():
+            if name not in declared:
+                names = ", ".join(declared) or "none"
+                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({names})")
+            # Not NaN, not infinite, nor a whole number beyond floats.
+            elif isinstance(value, Real) and -1e300 < value < 1e300:
+                metrics.add(f"{prefix}{name}", float(value))
+            else:
+                problem = f"metric {name!r} is {brief(value)}; expected a finite number"
+                self._leave_out(plugin, name, problem)
+
+    def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:
+        if (key := f"{plugin.key} {name}") not in self._warned:
+            self._warned.add(key)
+            where = f"rank {self._dist.rank}: {plugin.key}: {plugin.name}"
+            warn(f"{where}: {problem}; left out (logged once)")
+
+
+# ---- metric table --------------------------------------------------------------------------------
+# Columns of `metrics.tsv`: name, unit, meaning. docs/metrics.md shows them.
+
+_ROWS = Path(__file__).with_name("metrics.tsv").read_text(encoding="utf-8").strip().split("\n")
+METRICS = {name: Metric(*rest) for name, *rest in (row.split("\t") for row in _ROWS)}
 """`<...>` in a name is filled in from the config or the data. Plugins' metrics are not included."""
 _CONFIG_KEYS = {
     "policies": "policy",

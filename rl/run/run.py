@@ -19,13 +19,14 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.console import Console, GroupPanel, PhaseTimer, warn
+from rl.console import Console, GroupPanel, warn
 from rl.files import current_path, downscale, open_picture, private, read_rows, side_by_side
 from rl.judge.client import JudgeClient, JudgeStats
 from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
 from rl.meter import take_peak_memory_gb
 from rl.printing import environment_without, scrub
+from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
@@ -136,9 +137,6 @@ class Page:
                 f"once); rl report {self._run_dir} makes it at any time"
             )
 
-
-# ---- run -----------------------------------------------------------------------------------------
-# Everything around an iteration: the run in the loop's order, its records and trackers.
 
 # ---- before after --------------------------------------------------------------------------------
 # Held-out pictures before and after training, and what was learnt, for a run's trackers.
@@ -257,7 +255,7 @@ class Recording:
     def end(self) -> None:
         """Wait until everything is on disk, then print the time per phase, and what comes next."""
         self.writer.flush()
-        self.console.print_phase_times(self.timer)
+        self.console.print_phase_times(self.timer.total, self.timer.wall_s)
         run = quote(str(self.record.run_dir))
         if self.page.wanted:
             self.console.say(f"page: {run}/report/index.html")

@@ -14,8 +14,9 @@ from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.api.policy import Policy
 from rl.check.memory_plan import HELD_STATE_GB
-from rl.console import PhaseTimer, warn
+from rl.console import warn
 from rl.learner.learner import Learner
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
 from rl.record.publish import model_card

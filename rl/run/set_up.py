@@ -27,7 +27,7 @@ from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.dry_run import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.judge_verdict import judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
-from rl.console import Console, GroupPanel, PhaseTimer, warn
+from rl.console import Console, GroupPanel, warn
 from rl.files import append_line, json_line, read_rows, write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
@@ -35,7 +35,7 @@ from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.meter import measure_flops_per_s
 from rl.model_files import ADAPTER_CONFIG
-from rl.progress import shown_on
+from rl.progress import PhaseTimer, shown_on
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist, enforce, look_at_machine
 from rl.ranks.supervision import WATCHED_ELSEWHERE
@@ -45,7 +45,7 @@ from rl.rollout.episodes import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.alarms import Watch
 from rl.run.checks import Checks
-from rl.run.plugin_metrics import Made, PluginMetrics
+from rl.run.metric_table import Made, PluginMetrics
 from rl.run.run import Page, Recording, Run
 from rl.run.saving import Checkpointing, LastFinished, save_at_once
 from rl.seeds import seed_everything, set_rng_state

@@ -34,10 +34,10 @@ from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSamp
 from rl.check import memory_plan
 from rl.check.memory_plan import CONTEXT_GB
 from rl.config.schema import RunConfig
-from rl.console import PhaseTimer
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import LearnerMetrics
+from rl.progress import PhaseTimer
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences

@@ -1,9 +1,4 @@
-"""Makes folders with released models' config files, to build the models without weights.
-
-A local folder, or a hub id in the local cache, is used unchanged. For other hub ids `MODELS` has
-the sizes, and a tiny model's tokenizer is used: the ids of a prompt then differ from the real
-ones, but their number does not.
-"""
+"""What a rehearsal needs before torch is imported: the CUDA guard, and models without weights."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from rl import progress
-from rl.console import Console, PhaseTimer
-from rl.progress import counted, shown_on, weights_counted
+from rl.console import Console
+from rl.progress import PhaseTimer, counted, shown_on, weights_counted
 from rl.ranks import heartbeat
 
 

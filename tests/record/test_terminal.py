@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from rl import printing
-from rl.console import Console, PhaseTimer, warn
+from rl.console import Console, warn
 from rl.files import private
+from rl.progress import PhaseTimer
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"

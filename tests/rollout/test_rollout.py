@@ -32,9 +32,9 @@ from rl.api.types import (
     Status,
 )
 from rl.config.schema import RunConfig
-from rl.console import PhaseTimer
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.judge.http import BackgroundLoop
+from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of

@@ -29,9 +29,9 @@ from rl.api.types import (
     Row,
     Sample,
 )
-from rl.console import PhaseTimer
 from rl.judge.client import JudgeRefused
 from rl.judge.http import BackgroundLoop
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import RolloutContext

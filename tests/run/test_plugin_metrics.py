@@ -17,15 +17,16 @@ from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.api.plugin import Resources
 from rl.config.schema import load_config
-from rl.console import Console, PhaseTimer
+from rl.console import Console
 from rl.pool import ray_cluster
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
 from rl.run.alarms import Watch
 from rl.run.checks import Checks
-from rl.run.plugin_metrics import PluginMetrics
+from rl.run.metric_table import PluginMetrics
 from rl.run.run import Recording, Run
 
 PLUGINS = """

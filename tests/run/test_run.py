@@ -19,8 +19,8 @@ from tiny_run import episode, run_config
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
-from rl.console import PhaseTimer
 from rl.judge.client import JudgeStats
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup

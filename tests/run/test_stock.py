@@ -25,9 +25,9 @@ from tiny_run import Writes, episode, run_config
 
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
-from rl.console import PhaseTimer
 from rl.judge.http import BackgroundLoop
 from rl.policies.emu3 import Emu3
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.renderers.qwen_image_edit import QwenImageEdit

@@ -14,7 +14,7 @@ from tiny_run import run_config
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Prompt, Sample
-from rl.console import PhaseTimer
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.rollout.stream import GradedGroup
 from rl.run.run import Run

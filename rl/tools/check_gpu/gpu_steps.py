@@ -24,6 +24,7 @@ from rl.renderers.qwen_image_21_loop import PromptImage, Row
 from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
 from rl.renderers.qwen_image_loop import FrameVae
 from rl.tools.check_gpu.lines import Line, Setup, result
+from rl.train import sampling_params
 
 # ---- gpu engines ---------------------------------------------------------------------------------
 # Steps `vllm_*`: vLLM on the small policies: weight sync, seeds, the image grammar, sleep.
@@ -52,7 +53,7 @@ class Opened:
     def sample(self) -> list[Completion]:
         """Of both prompts, with the same seeds each time."""
         self.engine.load_weights(self.learner.export_weights())  # forgets the prompts, as a sync
-        params = build.sampling_params(self.config)
+        params = sampling_params(self.config)
         groups = self.engine.generate(self.prompts, params, [7, 7000])
         return [completion for group in groups for completion in group]
 

@@ -1,4 +1,24 @@
-"""`rl export`: a trained model as a folder for other tools, with the evidence for it."""
+"""Export a trained model as a folder for other tools.
+
+    rl export runs/my-run exported
+    rl export runs/my-run lora --as adapter --checkpoint best
+    rl export runs/my-run text_encoder --as text-encoder
+
+--as model          base + adapter, with tokenizer and image processor: for
+                    transformers and vLLM (the default)
+--as adapter        the PEFT folder as the run wrote it, the base unchanged
+--as text-encoder   base + adapter as the text_encoder folder of a diffusers
+                    pipeline, if the run's renderer read hidden states
+
+From a run folder, the newest whole checkpoint is exported, or the one that
+--checkpoint names. The target also gets a model card, README.md, with pictures of
+the first held-out samples (--no-pictures omits them). After full fine-tuning there
+is no adapter, and the model is copied.
+
+The adapter is added in float32, and the sum is rounded once. The run's config names
+the base weights; --base and --text-encoder-from name them if they have moved. The
+whole base is in memory in float32: about 15 GB for 3B and 33 GB for 7B.
+"""
 
 from __future__ import annotations
 
@@ -144,25 +164,6 @@ def _picture(folder: Path, file: object) -> Image | None:
 
 
 # ---- export --------------------------------------------------------------------------------------
-# Export a trained model as a folder for other tools.
-#
-#     rl export runs/my-run exported
-#     rl export runs/my-run lora --as adapter --checkpoint best
-#     rl export runs/my-run text_encoder --as text-encoder
-#
-# --as model          base + adapter, with tokenizer and image processor: for
-#                     transformers and vLLM (the default)
-# --as adapter        the PEFT folder as the run wrote it, the base unchanged
-# --as text-encoder   base + adapter as the text_encoder folder of a diffusers
-#                     pipeline, if the run's renderer read hidden states
-#
-# From a run folder, the newest whole checkpoint is exported, or the one that --checkpoint names.
-# The target also gets a model card, README.md, with pictures of the first held-out samples (--no-
-# pictures omits them). After full fine-tuning there is no adapter, and the model is copied.
-#
-# The adapter is added in float32, and the sum is rounded once. The run's config names the base
-# weights; --base and --text-encoder-from name them if they have moved. The whole base is in memory
-# in float32: about 15 GB for 3B and 33 GB for 7B.
 
 ADAPTER_FILES = (model_files.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")

@@ -36,9 +36,6 @@ from rl.tools.report.reading import (
 )
 from rl.tools.report.summary import INTERVAL, Change, changes_of
 
-# ---- compare -------------------------------------------------------------------------------------
-# Compares runs on the held-out samples that they share: numbers, and `report/compare.html`.
-
 REWARD = ("rewards.", "evaluation.temperature.", "evaluation.top_k.")
 JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")
 """Config keys that decide what a held-out reward means, each with all below it."""

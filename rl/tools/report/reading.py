@@ -25,9 +25,6 @@ from rl.record.run_record import not_a_run
 from rl.run.metric_table import doc_of
 
 # ---- reading -------------------------------------------------------------------------------------
-# Reads a run folder: iterations, episodes, curves.
-
-# ---- reading -------------------------------------------------------------------------------------
 # Reads a run folder, even an incomplete or damaged one.
 
 Record = Mapping[str, Any]

@@ -13,9 +13,6 @@ from rl.run.alarms import ExploitWatch
 from rl.run.episode_metrics import NUM_RESAMPLES, are_alike, interval
 from rl.tools.report.reading import Evaluation, Record, is_control, number, points, shown_of
 
-# ---- summary -------------------------------------------------------------------------------------
-# Compares held-out rewards before and after training, with intervals; lists a run's alarms.
-
 INTERVAL = (
     "95 % interval of the mean paired difference over the held-out samples: percentile bootstrap "
     f"({NUM_RESAMPLES:,} draws) over source pictures; samples that share one are drawn together. "
