@@ -1,36 +1,42 @@
-r"""The whole method in one file: GRPO for a policy whose hidden states a frozen diffusion model
-draws. One GPU, one process, nothing hidden: read it from top to bottom, `train` is the loop.
+r"""The whole method in one file: GRPO for a vision-language model whose hidden states are the text
+conditioning of a frozen image editor; the reward is how good the edited picture is. One GPU, one
+process, nothing hidden: read it from top to bottom, `train` is the loop.
 
     picture + instruction -> Qwen2.5-VL writes words -> its hidden states condition the frozen
     Qwen-Image-Edit -> a judge grades the picture -> LoRA update of Qwen2.5-VL
 
-It computes what the trainer (`rl/train.py`) does: tests/train/test_nano.py compares the two. But it
-has no evaluation, no checkpoints, no record, no alarms and no second GPU, and nothing overlaps.
+From the same completions and grades it computes the losses, gradients and steps of the trainer
+(`rl/train.py`): tests/train/test_nano.py compares them. But it has no evaluation, no checkpoints,
+no record, no warnings and no second GPU, and nothing overlaps.
 Models, editor, engine and the parsing of the judge's replies come from the library; the loop, the
 advantages, the loss, the optimizer and its schedule are here. The idea of such a file is
 nano-aha-moment's (https://github.com/McGill-NLP/nano-aha-moment). With models of real size it has
 not been run yet.
 
-On a laptop without a GPU, in a clone, with tiny models (which more threads would slow down) and a
-judge that compares pixels:
+On a laptop without a GPU, in a clone, with tiny models and a judge that compares pixels (about two
+minutes; the reward rises from 0.3 to 0.8 or more; `kill %1` ends the judge):
 
     python -m tiny_world.judge_server judge_url tiny-world-judge &
     python -m tiny_world.data.write_shapes edits 1024
-    export OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS=1  # more threads slow tiny models down
     python examples/nano.py --data edits/edits.jsonl --judge-url $(cat judge_url) \
         --judge-model tiny-world-judge --policy tiny_world/weights/policy --text-encoder "" \
         --editor tiny_world/weights/editor --engine transformers --dtype float32 \
-        --steps 2 --side-px 64 --max-tokens 24 --prompts 12 --iterations 40 \
-        --lora-rank 8 --lora-targets q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj \
-        --learning-rate 2.5e-3 --warmup 4 --final-lr 0.2 --beta1 0.5 --beta2 0.99 \
-        --max-grad-norm 0.1 --kl 0.2 --advantage-eps 0.1
+        --denoising-steps 2 --side-px 64 --max-tokens 24 --prompts-per-iteration 12 \
+        --iterations 40 --lora-rank 8 \
+        --lora-targets q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj \
+        --learning-rate 2.5e-3 --warmup 4 --final-lr-ratio 0.2 --beta1 0.5 --beta2 0.99 \
+        --max-grad-norm 0.1 --kl-coeff 0.2 --advantage-eps 0.1
 
-On one large GPU, with a judge elsewhere (docs/judge.md), whose key, if any, is in JUDGE_API_KEY:
+On one GPU that holds policy, editor and vLLM side by side (not tried yet), with a judge elsewhere
+(docs/judge.md), whose key, if any, is in JUDGE_API_KEY:
 
     python examples/nano.py --data edits.jsonl --judge-url http://judge-host:4877/v1
 
 Axes in names: `_P` prompts of an iteration; `_G` completions of a prompt, its group; `_T` tokens of
-a completion, padded on the right to the longest of its group. Log-probs are in nats.
+a completion, padded on the right with 0 to the longest of its group. `x_PG[p][g]` is a nested list,
+`x_GT` a tensor [G, T]; `_G1` broadcasts over tokens. Log-probs are in nats, at the temperature that
+samples. docs/glossary.md explains the words.
 """
 
 from __future__ import annotations
@@ -87,25 +93,28 @@ class Settings:
     save: str = option("", "folder for the trained adapter, for PEFT and vLLM; '' = not saved")
     seed: int = option(0, "everything random derives from it")
     iterations: int = option(100, "optimizer steps")
-    prompts: int = option(16, "prompts per iteration")
-    group: int = option(8, "completions per prompt")
+    prompts_per_iteration: int = option(16, "prompts per iteration")
+    group_size: int = option(8, "completions per prompt")
 
-    policy: str = option("Qwen/Qwen2.5-VL-7B-Instruct", "tokenizer, image processor and weights")
+    policy: str = option(
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "tokenizer and image processor; also the weights if --text-encoder is ''",
+    )
     text_encoder: str = option(
-        "Qwen/Qwen-Image-Edit", "editor whose text encoder is the policy's weights; '' = policy"
+        "Qwen/Qwen-Image-Edit", "editor whose text encoder gives the policy's weights"
     )
     dtype: Dtype = option("bfloat16", "of all frozen weights; the adapter is float32")  # noqa: RUF009
     lora_rank: int = option(32, "rank of the adapter, which is scaled by alpha / rank = 2")
     lora_targets: str = option("q_proj,k_proj,v_proj,o_proj", "layers that the adapter adapts")
 
     engine: str = option("vllm", "vllm, or transformers: slow, but it runs anywhere")
-    vllm_memory: float = option(0.35, "share of the GPU's memory for vLLM while it is awake")
+    vllm_memory: float = option(0.35, "vLLM's gpu_memory_utilization, while it is awake")
     temperature: float = option(1.0, "of sampling, and of the trainer's softmax")
     max_prompt: int = option(2048, "longest prompt, tokens; a longer one is an error")
     max_tokens: int = option(256, "longest completion, tokens")
 
     editor: str = option("Qwen/Qwen-Image-Edit", "the frozen diffusion model")
-    steps: int = option(8, "denoising steps")
+    denoising_steps: int = option(8, "steps of the editor; its own default is 50")
     guidance: float = option(1.0, "classifier-free guidance scale; 1 = off")
     side_px: int = option(512, "pictures have about the area of a square with this side")
     render_batch: int = option(8, "pictures that are drawn together")
@@ -117,12 +126,12 @@ class Settings:
     judge_requests: int = option(32, "questions asked at the same time")
 
     advantage_eps: float = option(1e-4, "added to a group's standard deviation; rewards are 0..1")
-    clip: float = option(0.2, "PPO's clip distance")
-    importance_cap: float = option(2.0, "bound of pi_trainer / pi_engine")
-    kl: float = option(1e-3, "coefficient of KL(policy || reference)")
+    clip_eps: float = option(0.2, "PPO's clip distance")
+    importance_cap: float = option(2.0, "upper bound of pi_trainer / pi_engine")
+    kl_coeff: float = option(1e-3, "coefficient of KL(policy || reference)")
     learning_rate: float = option(1e-5, "peak")
     warmup: int = option(0, "iterations of linear warm-up")
-    final_lr: float = option(1.0, "last learning rate divided by the peak; linear in between")
+    final_lr_ratio: float = option(1.0, "last learning rate / peak; linear in between")
     beta1: float = option(0.9, "AdamW's")
     beta2: float = option(0.95, "AdamW's")
     adam_eps: float = option(1e-8, "AdamW's")
@@ -136,11 +145,12 @@ class Edit:
     prompt: Prompt
     words: str
     states: Any
-    """`HiddenStates` of prompt and completion, detached: what the editor reads as its text."""
+    """`HiddenStates` [L, D] of prompt and completion, detached: the editor's text conditioning."""
     noise_seed: int
     picture: Image | None = None
     reward: float | None = None
-    """0..1; still None after `judge`: renderer or judge failed, which is not the words' fault."""
+    """0..1; set to 0.0 before `judge` if the words are at fault, which are then not drawn. None
+    after `judge`: renderer or judge failed, and the completion is left out of the loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +162,7 @@ class Group:
     edits: Sequence[Edit]
     """_G; equal completions share one."""
     batch: TokenBatch
-    """[prompt | completion | completion ...] in one row without padding."""
+    """[prompt | completion | completion ...] in one row: the prompt is computed once."""
     logprobs: torch.Tensor
     """[G, T] float32, the trainer's; it holds the graph of the forward."""
     sampler_logprobs: torch.Tensor
@@ -160,7 +170,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of graded completions, which are those in the loss."""
+        """Tokens of completions with a reward, 0.0 for failed words included: those in the loss."""
         pairs = zip(self.completions, self.edits, strict=True)
         return sum(len(c.token_ids) for c, edit in pairs if edit.reward is not None)
 
@@ -185,34 +195,37 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
         started = time.perf_counter()
 
         # 1. The engine gets the trainer's weights and samples a group of completions per prompt.
-        #    A seed is a hash of its purpose, so no stream of random numbers can get out of step.
+        #    A seed is a hash of its purpose, so nothing depends on how many random numbers were
+        #    drawn before; completion g is sampled with the seed + g.
         rows_P = rows_of(settings, iteration, len(data))
         prompts_P = [policy.build_prompt(data[row]) for row in rows_P]
-        names_P = [f"{iteration}/{p}" for p in range(settings.prompts)]
+        names_P = [f"{iteration}/{p}" for p in range(settings.prompts_per_iteration)]
         seeds_P = [derive_seed(settings.seed, "sampling", name) for name in names_P]
         engine.wake()
         engine.load_weights(policy.export_weights(adapter, version=iteration))
         completions_PG = sample(settings, engine, prompts_P, seeds_P)
         engine.sleep()
 
-        # 2. One forward per group: its hidden states condition the editor, its log-probs are those
-        #    of the loss, and its graph waits for the judge's answer: there is no second forward.
-        noise_P = [derive_seed(settings.seed, "noise", name) for name in names_P]
+        # 2. One forward per group gives the hidden states that condition the editor, and the
+        #    log-probs of the loss. Its graph is kept until the rewards are known.
+        noise_seeds_P = [derive_seed(settings.seed, "noise", name) for name in names_P]
         groups_P = [
             forward(policy, prompt, completions_G, noise)
-            for prompt, completions_G, noise in zip(prompts_P, completions_PG, noise_P, strict=True)
+            for prompt, completions_G, noise in zip(
+                prompts_P, completions_PG, noise_seeds_P, strict=True
+            )
         ]
 
         # 3. The frozen editor draws; the judge grades the pictures.
-        edits = list(dict.fromkeys(edit for group in groups_P for edit in group.edits))  # distinct
+        edits = list(dict.fromkeys(edit for group in groups_P for edit in group.edits))  # each once
         draw(renderer, edits)
         judge(settings, edits)
 
         # 4. Advantages, and the denominator of the step's loss.
         rewards_PG = [[edit.reward for edit in group.edits] for group in groups_P]
         advantages_PG = [advantages(rewards_G, settings.advantage_eps) for rewards_G in rewards_PG]
-        denominator = tokens_counted(groups_P, advantages_PG)
-        if denominator == 0:
+        denominator = loss_denominator(groups_P, advantages_PG)
+        if not any(edit.picture and edit.reward is not None for edit in edits):
             raise SystemExit("no picture was graded: does the judge answer at --judge-url?")
 
         # 5. Loss and backward, group by group, as a backward frees its group's graph. Gradients add
@@ -221,7 +234,7 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
         for group, advantages_G in zip(groups_P, advantages_PG, strict=True):
             reference_GT = reference_logprobs(policy, group.batch)
             policy_loss, kl = loss_sums(settings, group, advantages_G, reference_GT)
-            ((policy_loss + settings.kl * kl) / denominator).backward()
+            ((policy_loss + settings.kl_coeff * kl) / denominator).backward()
             policy_sum += policy_loss.item()
             kl_sum += kl.item()
 
@@ -238,9 +251,10 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
         yield {
             "iteration": iteration + 1,
             "reward/mean": fmean(graded),
-            "loss/total": (policy_sum + settings.kl * kl_sum) / denominator,
+            "loss/total": (policy_sum + settings.kl_coeff * kl_sum) / denominator,
             "loss/policy": policy_sum / denominator,
-            "loss/kl": settings.kl * kl_sum / denominator,
+            "loss/kl": settings.kl_coeff * kl_sum / denominator,
+            # Per token with a reward; loss/kl is divided by the denominator of the loss.
             "kl/reference_k3": kl_sum / sum(group.num_tokens for group in groups_P),
             "mismatch/max_abs_dlogp": max(
                 float((group.logprobs.detach() - group.sampler_logprobs).abs().max())
@@ -261,7 +275,7 @@ def editor_config(settings: Settings) -> EditConfig:
     return EditConfig(
         model_path=settings.editor,
         dtype=settings.dtype,
-        num_steps=settings.steps,
+        num_steps=settings.denoising_steps,
         true_cfg_scale=settings.guidance,
         output_area_px=settings.side_px**2,
         condition_area_px=settings.side_px**2,
@@ -273,8 +287,8 @@ def editor_config(settings: Settings) -> EditConfig:
 def load_policy(settings: Settings, device: str) -> Qwen25VL:
     """Qwen2.5-VL with a fresh LoRA adapter (PEFT's, in float32), which is all that is trained.
 
-    Its prompt is the editor's own template: prompt and completion are then one sequence, which the
-    policy writes, and whose hidden states are what the editor was trained to be conditioned on.
+    Its prompt is the template with which the editor encodes text. The policy continues it, and the
+    editor gets the hidden states of prompt and completion.
     """
     editor = editor_config(settings)
     lora = LoraSection(
@@ -296,7 +310,7 @@ def load_policy(settings: Settings, device: str) -> Qwen25VL:
         negative_prompt=QwenImageEdit.negative_prompt(editor),
         temperature=settings.temperature,
         max_completion_tokens=settings.max_tokens,
-        gradient_checkpointing=device != "cpu",  # the graphs of all groups fit a GPU only so
+        gradient_checkpointing=device != "cpu",  # else the graphs of all groups would not fit
         device=device,
         seed=derive_seed(settings.seed, "policy"),
     )
@@ -304,9 +318,9 @@ def load_policy(settings: Settings, device: str) -> Qwen25VL:
 
 
 def load_engine(settings: Settings, policy: Qwen25VL, device: str) -> Engine[Any]:
-    """vLLM in this process, with the frozen weights and a slot for the adapter; asleep, its weights
-    are in host memory, so that others can use the GPU. Or the trainer's own module."""
-    setup = EngineSetup(policy, device, has_room=False)
+    """vLLM in this process, with the frozen weights and a slot for the adapter, or the trainer's
+    own module (`transformers`)."""
+    setup = EngineSetup(policy, device, has_room=False)  # `sleep` moves vLLM's weights to the host
     if settings.engine == "transformers":
         return TransformersEngine(PluginConfig(), setup)
     return VllmEngine(VllmConfig(gpu_memory_utilization=settings.vllm_memory), setup)
@@ -316,11 +330,12 @@ def load_engine(settings: Settings, policy: Qwen25VL, device: str) -> Engine[Any
 
 
 def rows_of(settings: Settings, iteration: int, num_rows: int) -> list[int]:
-    """[P] the rows whose turn it is: every epoch takes each row once, in an order of its own. The
-    names of the orders are the trainer's, so that both draw the same rows."""
+    """[P] the rows whose turn it is: every epoch takes each row once, in an order of its own. It is
+    the trainer's order, which shuffles an iteration's slots over ranks, and has a number for each
+    data source (here 0, the only one)."""
     rows_P = []
-    for slot in shuffled(f"{settings.seed}:slots:{iteration}", settings.prompts):
-        epoch, place = divmod(iteration * settings.prompts + slot, num_rows)
+    for slot in shuffled(f"{settings.seed}:slots:{iteration}", settings.prompts_per_iteration):
+        epoch, place = divmod(iteration * settings.prompts_per_iteration + slot, num_rows)
         rows_P.append(shuffled(f"{settings.seed}:0:{epoch}", num_rows)[place])
     return rows_P
 
@@ -342,7 +357,7 @@ def sample(
         top_p=1.0,  # the trainer computes the log-probs of the untruncated softmax
         top_k=-1,
         max_tokens=settings.max_tokens,
-        num_completions=settings.group,
+        num_completions=settings.group_size,
     )
     return engine.generate(prompts_P, params, seeds_P)
 
@@ -350,8 +365,9 @@ def sample(
 def forward(
     policy: Qwen25VL, prompt: Prompt, completions_G: Sequence[Completion], noise_seed: int
 ) -> Group:
-    """One forward with a graph over a prompt, which is computed once, and its completions, each of
-    which attends to the prompt and to itself. The editor gets the states without a graph."""
+    """One forward with a graph over a prompt, which is computed once, and its completions. Each
+    attends causally to the prompt and its own tokens, not to other completions. The editor gets the
+    states without a graph."""
     policy.module.train()  # without dropout this only turns gradient checkpointing on
     rows = [(prompt, completion.token_ids) for completion in completions_G]
     batch = policy.collate(rows)
@@ -392,7 +408,8 @@ def judge(settings: Settings, edits: Sequence[Edit]) -> None:
             edit.reward = reward
 
 
-ABOUT_EDIT, ABOUT_PICTURE = (
+# The judge's two questions: on source, instruction and result; on the result alone.
+SEMANTICS, PERCEPTION = (
     (PROMPTS / f"viescore_{name}.txt").read_text(encoding="utf-8").strip()
     for name in ("semantics", "perception")
 )
@@ -403,9 +420,9 @@ def viescore(settings: Settings, http: httpx.Client, edit: Edit) -> float | None
     restraint), PQ the worse of (naturalness, cleanness of the picture alone), each 0..10."""
     sample, picture = edit.prompt.sample, edit.picture
     assert picture is not None
-    about_edit = fill_prompt(ABOUT_EDIT, sample.instruction)
+    about_edit = fill_prompt(SEMANTICS, sample.instruction)
     semantics = ask(settings, http, sample.sources[0], about_edit, picture)
-    perception = ask(settings, http, ABOUT_PICTURE, picture)
+    perception = ask(settings, http, PERCEPTION, picture)
     if semantics is None or perception is None:
         return None
     return math.sqrt(min(semantics) * min(perception)) / 10
@@ -424,7 +441,7 @@ def ask(settings: Settings, http: httpx.Client, *parts: str | Image) -> tuple[fl
         for part in parts
     ]
     for attempt in range(TRIES):
-        time.sleep(2.0**attempt - 1)
+        time.sleep(2.0**attempt - 1)  # 0, 1, 3, 7 s
         body = {
             "model": settings.judge_model,
             "messages": [{"role": "user", "content": content}],
@@ -452,7 +469,8 @@ def data_url(picture: Image) -> str:
 
 def advantages(rewards_G: Sequence[float | None], eps: float) -> list[float]:
     """[G] A = (r - mean(r)) / (std(r) + eps), GRPO (Shao et al. 2024, arXiv 2402.03300, section
-    4.1.2), over the graded completions; 0 for the others, and in a group with equal rewards."""
+    4.1.2), over completions with a reward; std is the population's. 0 for the others, with fewer
+    than two rewards, and where all are equal."""
     graded = [reward for reward in rewards_G if reward is not None]
     if len(graded) < 2 or max(graded) - min(graded) <= 1e-6:  # the difference is float noise
         return [0.0] * len(rewards_G)
@@ -460,11 +478,12 @@ def advantages(rewards_G: Sequence[float | None], eps: float) -> list[float]:
     return [0.0 if reward is None else (reward - mean) / (std + eps) for reward in rewards_G]
 
 
-def tokens_counted(groups_P: Sequence[Group], advantages_PG: Sequence[Sequence[float]]) -> int:
-    """The denominator of the loss: the tokens of groups that have a policy gradient.
+def loss_denominator(groups_P: Sequence[Group], advantages_PG: Sequence[Sequence[float]]) -> int:
+    """Tokens of the groups whose rewards differ; of all groups, if there are none.
 
-    A group with equal rewards has none. Its KL stays in the loss, because nothing else pulls back a
-    policy that fails everywhere, but it does not make the other groups' gradients smaller."""
+    Groups with equal rewards have no policy gradient. Their KL stays in the sum, because nothing
+    else pulls back a policy that fails everywhere, but their tokens do not count here, so that they
+    do not shrink the others' gradient. The fewer groups differ, the more the KL weighs."""
     pairs = list(zip(groups_P, advantages_PG, strict=True))
     counted = sum(group.num_tokens for group, advantages_G in pairs if any(advantages_G))
     return counted or sum(group.num_tokens for group in groups_P)
@@ -472,7 +491,7 @@ def tokens_counted(groups_P: Sequence[Group], advantages_PG: Sequence[Sequence[f
 
 def reference_logprobs(policy: Qwen25VL, batch: TokenBatch) -> torch.Tensor:
     """[G, T] log-probs of the policy before training, which is the model without its adapter."""
-    policy.module.eval()
+    policy.module.eval()  # without dropout, graphs that are still kept do not change by this
     with torch.no_grad(), policy.module.model.disable_adapter():
         reference_GT: torch.Tensor = policy.module(batch).logprobs
     return reference_GT
@@ -489,15 +508,16 @@ def loss_sums(
 
     `train` divides the sums by the tokens of the whole step (DAPO: Yu et al. 2025, arXiv
     2503.14476, eq. 8), where GRPO's eq. 3 has a mean of every completion's mean. kl_t is Schulman's
-    k3 (joschu.net/blog/kl-approx.html). w_t corrects for the engine, whose kernels compute slightly
-    other probabilities (truncated importance sampling, Yao et al. 2025).
+    k3 (joschu.net/blog/kl-approx.html); its gradient is that of KL(reference || policy). w_t
+    corrects for the engine, whose kernels compute slightly other probabilities (truncated
+    importance sampling, Yao et al. 2025).
     """
     logprobs_GT = group.logprobs
     advantages_G1 = padded([[advantage] for advantage in advantages_G], logprobs_GT)
     old_GT = logprobs_GT.detach()  # one step per batch: the old policy is the present one
     # The ratio is then 1, and never clipped. It is here for its gradient, which is that of log pi.
     ratio_GT = (logprobs_GT - old_GT).exp()
-    clipped_GT = ratio_GT.clamp(1 - settings.clip, 1 + settings.clip)
+    clipped_GT = ratio_GT.clamp(1 - settings.clip_eps, 1 + settings.clip_eps)
     policy_GT = -torch.minimum(ratio_GT * advantages_G1, clipped_GT * advantages_G1)
     importance_GT = (old_GT - group.sampler_logprobs).exp().clamp(max=settings.importance_cap)
     d_GT = logprobs_GT - reference_GT
@@ -515,12 +535,12 @@ def padded(rows_G: Sequence[Sequence[float]], like: torch.Tensor) -> torch.Tenso
 
 
 def learning_rate(settings: Settings, iteration: int) -> float:
-    """Linear from peak / warmup up to the peak, then linear down to final_lr * peak."""
+    """Linear from peak / warmup up to the peak, then linear down to final_lr_ratio * peak."""
     if iteration < settings.warmup:
         return settings.learning_rate * (iteration + 1) / settings.warmup
-    last = max(1, settings.iterations - 1 - settings.warmup)
-    progress = min(1.0, (iteration - settings.warmup) / last)
-    return settings.learning_rate * (1 - (1 - settings.final_lr) * progress)
+    num_decay = max(1, settings.iterations - 1 - settings.warmup)
+    progress = min(1.0, (iteration - settings.warmup) / num_decay)
+    return settings.learning_rate * (1 - (1 - settings.final_lr_ratio) * progress)
 
 
 def main() -> None:

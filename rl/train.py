@@ -1,6 +1,8 @@
-"""The training loop, in the order in which things happen: read this file first.
+"""The training loop, in the order in which things happen. `examples/nano.py` is the whole method in
+one file; here are its steps, on all ranks and overlapping. docs/glossary.md explains the words.
 
-Axes: `_P` prompts on this rank, `_G` completions in a group.
+Axes: `_P` prompts on this rank, `_G` completions in a group. Iterations count from 0; metrics and
+checkpoints are numbered by how many iterations are done.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with build.naming_plugins(build.resolve(config)), open_run(config, dist) as run:
             heartbeat.stop_loading()
-            gc.set_threshold(700)  # undo rl/__init__.py: free tensors in cycles early
+            gc.set_threshold(700)  # rl/__init__.py raised it; frees tensors in cycles early
             train(run)
     except NothingToDoError as reason:
         if dist.is_main:
@@ -47,22 +49,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(run: Run) -> None:
     """Run the iterations after the last finished one, to the end or until a request to stop.
 
-    On-policy, `roll_out` and `learn_from` alternate. Under `max_staleness: 1` the next iteration is
-    rolled out before the last one is learnt from, so that no rank waits for the judge.
+    On-policy, `roll_out` and `learn_from` alternate. Under `max_staleness: 1`, iteration i + 1 is
+    rolled out while the judge grades iteration i; the old log-probs are then computed at rollout.
     """
-    done = sampled = run.start
+    num_done = num_sampled = run.start
     pending_steps: deque[PendingStep] = deque()
     try:
         metrics = run.sync_engine()
         if run.metrics_line_missing:
-            # Line 0, or one lost in a kill; only line 0 gets the metrics of this sync.
-            measure(run, done, Metrics() if done else metrics)
-        while done < run.num_iterations:
-            while run.may_sample(sampled, done):
-                pending_steps.append(roll_out(run, sampled))
-                sampled += 1
+            # Line 0 is the state before training. A resumed run writes the line that a kill lost,
+            # whose metrics came with the checkpoint.
+            measure(run, num_done, Metrics() if num_done else metrics)
+        while num_done < run.num_iterations:
+            while run.may_sample(num_sampled, num_done):
+                pending_steps.append(roll_out(run, num_sampled))
+                num_sampled += 1
             learn_from(run, pending_steps.popleft())
-            done += 1
+            num_done += 1
             raise_if_interrupted(run.dist)
     except Interrupted:
         for pending in pending_steps:
@@ -82,19 +85,22 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
         prompts_P = run.prompt_order.shard(
             iteration, dist.rank, dist.world_size, run.context.policy.build_prompt
         )
-        first = dist.rank * len(prompts_P)
-        groups_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
+        first = dist.rank * len(prompts_P)  # ids, and so seeds, do not depend on the ranks
+        group_ids_P = [f"{iteration}/{first + p}" for p in range(len(prompts_P))]
     run.engine.wake()
     with timer.phase("generate") as phase:
-        seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
+        seeds_P = [derive_seed(config.seed, "sampling", group) for group in group_ids_P]
         completions_PG = run.engine.generate(prompts_P, sampling_params(config), seeds_P)
         phase.note(size_text(completions_PG))
     run.engine.sleep()
-    noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
+    noise_seeds_P = [derive_seed(config.seed, "noise", group) for group in group_ids_P]
+    # Beside each group the user's own words are drawn and judged: a baseline, never trained.
     bare_P = run.bare_arms(prompts_P)
-    sampled = Sampled(prompts_P, completions_PG, noise_P, groups_P, bare_P)
-    sizes_P = [len(completions_G) for completions_G in completions_PG]
-    train_step = run.learner.begin(iteration, prompts_P, sampled.token_ids, sizes_P)
+    sampled = Sampled(prompts_P, completions_PG, noise_seeds_P, group_ids_P, bare_P)
+    num_trained_P = [len(completions_G) for completions_G in completions_PG]
+    train_step = run.learner.begin(iteration, prompts_P, sampled.token_ids, num_trained_P)
+    # The renderer pulls jobs; each pull runs the train step's forward, whose hidden states it draws
+    # from, and whose graph the backward uses.
     return PendingStep(iteration, run.render(sampled, train_step), train_step)
 
 
@@ -112,24 +118,25 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 def learn_from(run: Run, pending: PendingStep) -> None:
     """Take the optimizer steps, sync the engine, and record. Raises `Interrupted` if asked to stop.
 
-    A group's backward runs while the judge grades others, unless the ranks must run it together.
+    A group's backward runs while the judge grades others, unless the ranks must run it together. It
+    divides by the planned number of tokens; `step` rescales the gradient to the graded ones.
     """
     timer, train_step, done = run.timer, pending.train_step, pending.iteration + 1
     with timer.phase("learn"):  # the wait for the judge is a phase inside it
         train_step.prefetch_reference(pending.is_waiting)
-        groups_P = []
+        groups = []  # as they are graded
         for group in run.graded_groups(pending):
             train_step.accumulate(group.p, group.sequences)
-            groups_P.append(group)
+            groups.append(group)
         rollout = pending.rollout.finished()
         metrics = run.rollout_metrics(rollout, pending.iteration)
         metrics.update(train_step.step())
-    run.engine.wake()
+    run.engine.wake()  # until the next rollout has sampled
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
     with timer.phase("record"):
-        run.checkpointing.finish(done, metrics)
-        run.recording.write_episodes(done, groups_P, rollout.bare_episodes)
+        run.checkpointing.finish(done, metrics)  # keeps the metrics; `run.log` writes them
+        run.recording.write_episodes(done, groups, rollout.bare_episodes)
     run.checkpointing.save_if_due(done, timer)
     measure(run, done, Metrics())
 

@@ -79,10 +79,9 @@ def built_length(config: Config, template: PromptTemplate, sample: Sample) -> in
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], case: str) -> None:
-    module, template, thought = CASES[case]
-    folder = str(WEIGHTS / "policy") if case == "quickstart" else folders[module]
-    config = module.Config(type="", model_path=folder, thought=thought)
-    cls = module.Qwen3VL if module is Qwen3VL else module.Qwen25VL
+    cls, template, thought = CASES[case]
+    folder = str(WEIGHTS / "policy") if case == "quickstart" else folders[cls]
+    config = cls.Config(type="", model_path=folder, thought=thought)
     num_built = num_refused = 0
     for number, (size, words) in enumerate(product(SIZES, WORDS)):
         if number % 3:

@@ -90,17 +90,17 @@ def test_five_iterations_match_the_golden_run(
         data=str(write_shapes.write(tmp_path, num_samples=20, seed=1)),
         seed=SEED,
         iterations=NUM_ITERATIONS,
-        prompts=2,
-        group=4,
+        prompts_per_iteration=2,
+        group_size=4,
         policy=models["policy"],
         text_encoder="",
         dtype="float32",
         lora_rank=4,
         max_tokens=6,
         editor=models["editor"],
-        steps=2,
+        denoising_steps=2,
         side_px=64,
-        kl=0.05,
+        kl_coeff=0.05,
         learning_rate=1e-2,
         adam_eps=1e-3,
     )
@@ -121,8 +121,8 @@ def test_a_step_of_uneven_groups_has_the_trainers_loss_and_gradient(nano: Module
     log-probs of the engine that are far from the trainer's."""
     rewards_PG = [[0.1, None, 0.7, 0.0], [0.5, 0.5, 0.5, 0.5], [0.9, 0.2, 0.2, 0.4]]
     lengths_PG = [[3, 5, 1, 2], [4, 4, 2, 1], [7, 1, 3, 2]]
-    settings = nano.Settings(kl=0.3)
-    config = AlgorithmConfig(kl_coeff=settings.kl)
+    settings = nano.Settings(kl_coeff=0.3)
+    config = AlgorithmConfig(kl_coeff=settings.kl_coeff)
     groups_P, logprobs_P, reference_P, sequences_PG = [], [], [], []
     for rewards_G, lengths_G in zip(rewards_PG, lengths_PG, strict=True):
         is_token_GT = torch.arange(max(lengths_G)) < torch.tensor(lengths_G)[:, None]
@@ -159,15 +159,15 @@ def test_a_step_of_uneven_groups_has_the_trainers_loss_and_gradient(nano: Module
     total = torch.zeros(())
     for group, advantages_G, reference_GT in zip(groups_P, advantages_PG, reference_P, strict=True):
         policy_loss, kl = nano.loss_sums(settings, group, advantages_G, reference_GT)
-        total = total + policy_loss + settings.kl * kl
-    total = total / nano.tokens_counted(groups_P, advantages_PG)
+        total = total + policy_loss + settings.kl_coeff * kl
+    total = total / nano.loss_denominator(groups_P, advantages_PG)
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(torch.autograd.grad(total, logprobs_P), gradients)
 
 
 @pytest.mark.parametrize("iteration", range(7))
 def test_the_learning_rate_is_the_trainers(nano: ModuleType, iteration: int) -> None:
-    settings = nano.Settings(iterations=7, learning_rate=0.1, warmup=3, final_lr=0.2)
+    settings = nano.Settings(iterations=7, learning_rate=0.1, warmup=3, final_lr_ratio=0.2)
     assert nano.learning_rate(settings, iteration) == pytest.approx(
         learning_rate(iteration, 7, 0.1, 3, 0.2)
     )
@@ -190,9 +190,8 @@ def test_the_command_for_a_laptop_trains_and_saves_an_adapter(tmp_path: Path) ->
     [command] = re.findall(r"On a laptop.*?:\n\n(.*?)\n\n", docstring, re.S)
     for folder in ("examples", "tiny_world"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    script = (
-        f"{command} --iterations 2 --prompts 2 --save adapter\nstatus=$?\nkill $!\nexit $status"
-    )
+    script = f"{command} --iterations 2 --prompts-per-iteration 2 --save adapter\n"
+    script += "status=$?\nkill $!\nexit $status"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script],
