@@ -72,7 +72,8 @@ from rl.files import downscale, png_bytes
 from rl.judge.reply import UnreadableReplyError, fill_prompt, read_chat, read_scores
 from rl.policies.qwen_vl import Qwen25VL
 from rl.policies.qwen_vl_prompts import Config as PolicyConfig
-from rl.renderers.qwen_image_edit import EditConfig, QwenImageEdit
+from rl.renderers.qwen_image_config import DenoisingConfig
+from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.rewards.judged import PROMPTS
 from rl.seeds import derive_seed
 
@@ -270,9 +271,9 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
 # The models.
 
 
-def editor_config(settings: Settings) -> EditConfig:
+def editor_config(settings: Settings) -> DenoisingConfig:
     """The editor's part of the settings; the policy's prompt depends on it, too."""
-    return EditConfig(
+    return DenoisingConfig(
         model_path=settings.editor,
         dtype=settings.dtype,
         num_steps=settings.denoising_steps,

@@ -267,7 +267,7 @@ def _find_plugin(
     kind: str, key: str, section: PluginSection
 ) -> tuple[Plugin[Any] | None, list[str]]:
     """(the plugin that `section` names, or None; problems)."""
-    name, known = section.get("type"), plugins_of(kind)
+    name, known = section.get("type"), list(SHIPPED[kind])
     note = "(one of your own: its dotted path, 'my_package.my_plugin')"
     if not isinstance(name, str) or not name:
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
@@ -307,11 +307,6 @@ def ask_plugin(plugin: Plugin[Any], member: str, *arguments: Any) -> tuple[Any, 
     return result, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
-def plugins_of(kind: str) -> list[str]:
-    """Names of the shipped plugins of a kind, a key of `PLUGIN_BASES`."""
-    return sorted(SHIPPED[kind])
-
-
 def class_of(kind: str, name: str) -> str:
     """Dotted path of a shipped plugin's class."""
     return f"rl.{kind}.{SHIPPED[kind][name]}"
@@ -339,11 +334,10 @@ def prompt_template(config: Mapping[str, Any]) -> PromptTemplate | None:
     parts = []
     for kind, key in (("renderers", "renderer"), ("policies", "policy")):
         section: Any = config.get(key)
-        name = section.get("type") if isinstance(section, Mapping) else None
-        if name not in plugins_of(kind):
+        name = str(section.get("type")) if isinstance(section, Mapping) else ""
+        if name not in SHIPPED[kind]:
             return None
-        module, _ = find.import_plugin(class_of(kind, name))
-        cls: Any = find.plugin_class(module, PLUGIN_BASES[kind])[0]
+        cls, _ = find.import_plugin(class_of(kind, name))
         parts.append((cls, validate(cls.Config, section, at=key)[0]))
     (renderer, renderer_config), (policy, policy_config) = parts
     if renderer_config is None or policy_config is None:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
-PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.plugins_of(folder)]
+PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.SHIPPED[folder]]
 ALL_PLUGS = [
     *((folder, build.class_of(folder, name)) for folder, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),

@@ -151,12 +151,6 @@ def _public(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def plugins_in(module: ModuleType, base: type[PluginT]) -> list[type[PluginT]]:
-    """The public plugin classes that a module or package defines, without imported ones."""
-    classes = (value for value in _public(module).values() if isinstance(value, type))
-    return list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
-
-
 def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     """The plugin class in `target`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
@@ -189,7 +183,8 @@ def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None
 def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
     if isinstance(target, ModuleType):
-        plugins = plugins_in(target, base)
+        classes = (value for value in _public(target).values() if isinstance(value, type))
+        plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
         if len(plugins) == 1:
             return plugins[0], []
         if plugins:

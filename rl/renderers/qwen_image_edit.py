@@ -151,11 +151,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 # Renderer plugin: Qwen-Image-Edit, conditioned on the policy's hidden states.
 
 
-class EditConfig(DenoisingConfig):
-    """`renderer: { type: 'qwen_image_edit', ... }`."""
-
-
-class QwenImageEdit(QwenImageEditor[EditConfig]):
+class QwenImageEdit(QwenImageEditor[DenoisingConfig]):
     """Its text encoder reads the source picture, then the instruction."""
 
     pipeline = "QwenImageEditPipeline"

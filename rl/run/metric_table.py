@@ -136,7 +136,7 @@ def shipped_rows() -> dict[str, Metric]:
     """The rows of the shipped plugins' metrics."""
     rows: dict[str, Metric] = {}
     for kind, key in _CONFIG_KEYS.items():
-        for name in build.plugins_of(kind):
+        for name in build.SHIPPED[kind]:
             plugin, _ = find.import_plugin(build.class_of(kind, name))
             for suffix, metric in plugin.metrics.items():
                 rows[prefix_of(key) + suffix] = Metric(metric.unit, f"{name}: {metric.meaning}")

@@ -115,7 +115,7 @@ def _plugin(name: str) -> type[Any]:
     """Raises ConfigError unless `name` is a policy or an engine, shipped or by its dotted path."""
     problems: list[str] = []
     for kind, base in (("policies", Policy), ("engines", Engine)):
-        is_shipped = name in build.plugins_of(kind)
+        is_shipped = name in build.SHIPPED[kind]
         if is_shipped or find.is_dotted_path(name):
             target, wrong = find.import_plugin(build.class_of(kind, name) if is_shipped else name)
             if wrong:

@@ -276,7 +276,7 @@ def refuse_without_text_encoder(trained: Trained, trusted: str | None) -> None:
             "encoder is the base's own; export what was trained --as model"
         )
     renderer = at(trained.config, "renderer.type")
-    is_read = renderer in PIPELINES or renderer not in build.plugins_of("renderers")
+    is_read = renderer in PIPELINES or renderer not in build.SHIPPED["renderers"]
     if not is_read or "hidden_states" not in policy_class(trained, trusted).emits:
         raise ValueError(
             f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is not the text "
@@ -317,7 +317,7 @@ def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPo
     because its code would run, and for one that cannot load its model by itself."""
     name = at(trained.config, "policy.type")
     require_trusted(name, name == trusted, "policy.type", f"rl export --policy {name}")
-    shipped = name in build.plugins_of("policies")
+    shipped = name in build.SHIPPED["policies"]
     found, problems = find.import_plugin(build.class_of("policies", name) if shipped else name)
     plugin, wrong = (
         (None, problems) if problems else find.plugin_class(found, build.PLUGIN_BASES["policies"])
