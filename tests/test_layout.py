@@ -245,6 +245,23 @@ def test_no_two_files_share_a_name() -> None:
     assert [name for name, number in count.items() if number > 1] == []
 
 
+SHORT = {
+    "metric.py",  # a public import
+    "guard.py",  # a program that must start at once
+    "test_distributed_env.py",  # EARL's name
+    "sd3_config.py",  # both halves of its plugin read it
+}
+"""Files that stay short."""
+
+
+def test_files_are_neither_scraps_nor_endless() -> None:
+    plugins = {build.class_of(folder, name).split(".")[-2] + ".py" for folder, name in PLUGS}
+    lines = {file: file.read_text().count("\n") for file in SOURCES}
+    exempt = {"__init__.py", *SHORT, *plugins}
+    assert not [file for file, n in lines.items() if n < 60 and file.name not in exempt]
+    assert not [file for file, n in lines.items() if n > 950]
+
+
 def test_a_plugin_imports_no_other_plugin() -> None:
     homes = {build.class_of(folder, name).rpartition(".")[0] for folder, name in PLUGS}
     wrong = [
