@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from rl.files import read_rows
-from rl.record.run_record import summarise
-from rl.run.episode_metrics import paired
+from rl.record.run_summary import summarise
+from rl.run.paired import paired
 from rl.tools.report.reading import read_evaluations
 
 REWARD = ("eval/reward", "reward/mean")

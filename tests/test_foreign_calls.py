@@ -24,22 +24,22 @@ from rl.tools.check_gpu import gpu_machine, gpu_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-VLLM = ROOT / "rl" / "engines" / "vllm"
+ENGINES = ROOT / "rl" / "engines"
 KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm.py"
 OBJECTS = {
-    (VLLM / "vllm.py", "self._llm"): "vllm.LLM",
-    (VLLM / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
-    (VLLM / "vllm.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
-    (VLLM / "engine_weights.py", "manager"): "vllm.lora.model_manager.LoRAModelManager",
-    (VLLM / "engine_weights.py", "helper"): "vllm.lora.peft_helper.PEFTHelper",
-    (VLLM / "engine_weights.py", "worker.model_runner"): (
+    (ENGINES / "vllm.py", "self._llm"): "vllm.LLM",
+    (ENGINES / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
+    (ENGINES / "vllm.py", "self._llm.llm_engine"): "vllm.v1.engine.llm_engine.LLMEngine",
+    (ENGINES / "vllm_process.py", "manager"): "vllm.lora.model_manager.LoRAModelManager",
+    (ENGINES / "vllm_process.py", "helper"): "vllm.lora.peft_helper.PEFTHelper",
+    (ENGINES / "vllm_process.py", "worker.model_runner"): (
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
     ),
-    (VLLM / "start.py", "core"): "vllm.v1.engine.core_client.InprocClient",
+    (ENGINES / "vllm_process.py", "core"): "vllm.v1.engine.core_client.InprocClient",
 }
 """(file, expression) -> the class of the object, where an import does not tell it."""
 
-GIVEN_TO_VLLM = ("grammar.V1Grammar", "grammar.V2Grammar", "one_adapter.OneAdapter")
+GIVEN_TO_VLLM = ("requests.V1Grammar", "requests.V2Grammar", "classes.OneAdapter")
 
 
 # Binding
@@ -205,12 +205,10 @@ def test_a_planted_wrong_argument_is_found(file: str, call: str, planted: str, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["grammar.V1Grammar", "grammar.V2Grammar", "one_adapter.OneAdapter"]
-)
+@pytest.mark.parametrize("name", GIVEN_TO_VLLM)
 def test_methods_that_vllm_calls_take_what_it_passes(name: str) -> None:
     pytest.importorskip("vllm")
-    ours = found(f"rl.engines.vllm.{name}")
+    ours = found(f"rl.engines.vllm_{name}")
     [base] = ours.__bases__
     for method in vars(ours):
         if inspect.isfunction(inspect.getattr_static(base, method, None)):

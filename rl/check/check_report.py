@@ -49,7 +49,7 @@ from rl.printing import excerpt, remember, scrub, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint
 from rl.record.checkpoint import read_state
-from rl.record.run_record import LOCKS
+from rl.record.run_summary import LOCKS
 
 # ---- no effect -----------------------------------------------------------------------------------
 # Reports keys that are set without effect, or probably without the effect that the user means.

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -435,8 +436,7 @@ class Emu3(TrainedPolicy[Config]):
     emits = frozenset({"image_tokens"})
     needs = frozenset({"source_codes"})
     starts_as_stock = True
-    load_tokenizer = staticmethod(load_tokenizer)
-    load_model = staticmethod(load_model)
+    loading = sys.modules[__name__]
     embedding = "model.embed_tokens.weight"
 
     prompts: Emu3Prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,9 +149,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     """Accepted values of `model_type` in a model's config.json."""
     model_classes: ClassVar[Set[str]]
     """Accepted values of `architectures` there: names of transformers classes."""
-    load_tokenizer: Callable[[Any], Any]
-    load_model: Callable[[Any], Any]
-    """Static methods: a section's tokenizer; its model on the CPU, without an adapter."""
+    loading: Any
+    """Module with the functions `load_tokenizer(config)` and `load_model(config)`."""
     embedding: str
     """Name of the embedding weight, which is also the head's weight if the two are tied."""
     vocabulary_slices: Sequence[int] = ()
@@ -255,7 +254,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
         """Save the files other than weights that prompts need: the tokenizer."""
-        cls.load_tokenizer(config).save_pretrained(folder)
+        cls.loading.load_tokenizer(config).save_pretrained(folder)
 
     def _prepared(self, model: Any, within: str) -> Any:
         """Prepares a loaded model for training: adds the adapter (see `adapt` for `within`) and
@@ -397,7 +396,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
         """The weights before training, on the CPU."""
-        base = self.load_model(self.config)
+        base = self.loading.load_model(self.config)
         align_weights(base, next(self.module.parameters()).device.type)
         return dict(base.state_dict())
 

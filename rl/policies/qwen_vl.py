@@ -24,7 +24,7 @@ from rl.api.types import (
     TokenOutputs,
 )
 from rl.model_files import Base
-from rl.policies import prompting
+from rl.policies import prompting, qwen_vl_prompts
 from rl.policies.model_loading import TEXT_FILES, link_files, load_tokenizer, local_folder
 from rl.policies.packing import completion_spans
 from rl.policies.policy_base import TrainedPolicy
@@ -70,8 +70,7 @@ class QwenVL(TrainedPolicy[Config]):
     keys_for_states = frozenset({"conditioning"})
     max_sources = prompting.MAX_PICTURES
     thinks = True
-    load_tokenizer = staticmethod(load_tokenizer)
-    load_model = staticmethod(load_model)
+    loading = qwen_vl_prompts
     embedding = "model.language_model.embed_tokens.weight"
 
     prompts: QwenPrompts

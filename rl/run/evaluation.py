@@ -27,14 +27,8 @@ from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 from rl.run.alarms import add_gaps
 from rl.run.checks import BARE, POLICY, check_equal_words, contents_of, require_grades
-from rl.run.episode_metrics import (
-    LEAST_FALL,
-    Paired,
-    add_bare_arm,
-    add_thought,
-    add_unreadable,
-    paired,
-)
+from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
+from rl.run.paired import LEAST_FALL, Paired, paired
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:

@@ -46,7 +46,8 @@ from rl.rollout.stream import RolloutContext
 from rl.run.alarms import Watch
 from rl.run.checks import Checks
 from rl.run.metric_table import Made, PluginMetrics
-from rl.run.run import Page, Recording, Run
+from rl.run.page_refresh import Page
+from rl.run.run import Recording, Run
 from rl.run.saving import Checkpointing, LastFinished, save_at_once
 from rl.seeds import seed_everything, set_rng_state
 from rl.trackers import Tracker

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rl.config.schema import load_config
 from rl.files import open_picture
-from rl.record.run_record import is_in_use
+from rl.record.run_summary import is_in_use
 from rl.tools.report import reading
 
 if TYPE_CHECKING:

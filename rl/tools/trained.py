@@ -24,7 +24,7 @@ from rl.files import open_picture, read_object
 from rl.model_files import ADAPTER_CONFIG
 from rl.printing import excerpt
 from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
-from rl.record.run_record import not_a_run
+from rl.record.run_summary import not_a_run
 
 UNUSED: dict[str, Any] = {
     "engine": {"type": "transformers"},

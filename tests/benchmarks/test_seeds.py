@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import seeds
-from rl.record.run_record import Summary
+from rl.record.run_summary import Summary
 
 
 def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) -> None:

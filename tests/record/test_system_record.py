@@ -22,7 +22,7 @@ from rl.files import GoneError, json_line, read_rows, write_atomically
 from rl.judge.http import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import MAX_WAITING, RunRecord, provenance
-from rl.run.run import Page
+from rl.run.page_refresh import Page
 
 KEY = "sk-0123456789abcdef"
 

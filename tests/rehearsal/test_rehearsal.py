@@ -31,7 +31,7 @@ full fine-tune, where the plan counts gradients of groups that are graded early.
 FAULTS = {
     "qwen_image_edit, on the CPU": ("error", "cuda:0 and cpu"),
     "qwen_image_edit, float32": ("error", "torch.float32 but found torch.bfloat16"),
-    "qwen_image_edit, waits in each step": ("text", "2 x item: rl/renderers/qwen_image/"),
+    "qwen_image_edit, waits in each step": ("text", "2 x item: rl/renderers/qwen_image"),
 }
 """Case -> (key of its results, text found there)."""
 MAX_DIFFERENCE = 0.05

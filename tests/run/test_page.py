@@ -10,8 +10,8 @@ import pytest
 from tiny_messages import holds
 from tiny_report import write_run
 
-from rl.run import run
-from rl.run.run import Page
+from rl.run import page_refresh
+from rl.run.page_refresh import Page
 from rl.tools.commands import report
 from rl.tools.report import reading
 
@@ -64,7 +64,7 @@ def test_a_run_that_failed_or_was_stopped_does_not_wait_for_the_page(slow: Path)
 
 @pytest.mark.parametrize(
     ("code", "why"),
-    [(1, "exit code 1 ... rl report"), (run.BUSY, "another report"), (None, "No such")],
+    [(1, "exit code 1 ... rl report"), (page_refresh.BUSY, "another report"), (None, "No such")],
 )
 def test_a_failed_refresh_warns_once(
     slow: Path, monkeypatch, capsys, code: int | None, why: str
@@ -84,12 +84,12 @@ def test_a_report_exits_as_busy_while_another_is_written(tmp_path: Path, monkeyp
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
     with reading.locked(run_dir / "report"):
-        assert report.main([str(run_dir), "--refresh"]) == run.BUSY
+        assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
 
 
 def test_no_process_outlives_the_run(slow: Path, monkeypatch, capsys) -> None:
     """A warning names the command that finishes the page, even after earlier warnings."""
-    monkeypatch.setattr(run, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(page_refresh, "MAX_WAIT_S", 0.2)
     page = Page(slow / "run", wanted=True)
     page._has_warned = True
     page.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rl.run import episode_metrics as paired_module
-from rl.run.episode_metrics import Paired, interval, paired, student
+from rl.run.paired import Paired, interval, paired, student
 
 
 def test_paired_differences() -> None:
@@ -56,7 +55,7 @@ def test_the_95_percent_interval_covers_95_percent(
     clusters: int, size: int, shared: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resampling samples instead of pictures would cover 74 % for 16 x 4 and 56 % for 8 x 8."""
-    monkeypatch.setattr(paired_module, "NUM_RESAMPLES", 500)
+    monkeypatch.setattr("rl.run.paired.NUM_RESAMPLES", 500)
     generator = np.random.default_rng(5)
     names = [[i // size] for i in range(clusters * size)]
     num_covered = 0

@@ -32,8 +32,8 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.rollout.stream import RolloutContext
-from rl.run.episode_metrics import paired
 from rl.run.evaluation import Stock, evaluate
+from rl.run.paired import paired
 from rl.seeds import derive_seed
 
 pytestmark = pytest.mark.slow

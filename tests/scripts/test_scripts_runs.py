@@ -22,7 +22,8 @@ from tiny_run import episode, run_config
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
-from rl.record.run_record import LOCKS, RunRecord, summarise
+from rl.record.run_record import RunRecord
+from rl.record.run_summary import LOCKS, summarise
 from rl.seeds import rng_state
 from rl.tools.commands import export, report
 from rl.tools.commands.runs import main

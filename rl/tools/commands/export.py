@@ -341,7 +341,7 @@ def merge(
     import torch
 
     with stage(f"loading {config.model_path} in float32"):
-        model = policy.load_model(config.model_copy(update={"dtype": "float32"}))
+        model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from rl import printing
 from rl.files import hold
-from rl.record.run_record import RUNS_VARIABLE
-from rl.run.run import BUSY
+from rl.record.run_summary import RUNS_VARIABLE
+from rl.run.page_refresh import BUSY
 from rl.tools.report.compare import by_chance, compare, lines, write_comparison
 from rl.tools.report.page import write_all_runs, write_page, write_single_file
 from rl.tools.report.reading import (

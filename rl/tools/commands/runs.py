@@ -22,7 +22,7 @@ from rich.filesize import decimal
 
 from rl import printing
 from rl.config.loading import escaped
-from rl.record.run_record import RUNS_VARIABLE, Summary, folders, summarise
+from rl.record.run_summary import RUNS_VARIABLE, Summary, folders, summarise
 
 ORDERS: dict[str, Callable[[Summary], Any]] = {
     "written": lambda run: -run.written_s,

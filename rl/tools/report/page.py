@@ -25,7 +25,7 @@ from pydantic import BaseModel, StringConstraints
 from rl.config.loading import read_bytes
 from rl.files import open_picture, read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
-from rl.record.run_record import Summary, folders, summarise
+from rl.record.run_summary import Summary, folders, summarise
 from rl.tools.report.reading import (
     CURVES,
     LEVELS,

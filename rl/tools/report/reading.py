@@ -21,7 +21,7 @@ from rl.config.schema import load_config
 from rl.files import private_folder, read_object, read_rows
 from rl.printing import without_lone_surrogates
 from rl.record.checkpoint import format_problem
-from rl.record.run_record import not_a_run
+from rl.record.run_summary import not_a_run
 from rl.run.metric_table import doc_of
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from rl.config.loading import printable
-from rl.run.alarms import ExploitWatch
-from rl.run.episode_metrics import NUM_RESAMPLES, are_alike, interval
+from rl.run.paired import NUM_RESAMPLES, ExploitWatch, are_alike, interval
 from rl.tools.report.reading import Evaluation, Record, is_control, number, points, shown_of
 
 INTERVAL = (

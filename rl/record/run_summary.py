@@ -1,0 +1,197 @@
+"""Summarises a folder of runs: how far each is, how good, how large, and whether it is in use."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rl.config import loading
+from rl.config.loading import not_a_file
+from rl.files import read_object
+from rl.model_files import KIND_KEYS
+from rl.printing import excerpt
+from rl.ranks.signals import remedy
+from rl.record.checkpoint import (
+    SAVE_LOCK,
+    find,
+    format_problem,
+    held_out_rewards,
+    iteration_of,
+    steps_of,
+)
+
+RUNS_VARIABLE = "APP__BASE_EXP_DIR"
+"""Names the folder of runs; default: runs/."""
+LOCKS = (".lock", SAVE_LOCK)
+_MAX_SHOWN = 200
+_MAX_NAMED = 8
+_LARGEST = 10**9
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of one folder. Sizes are sums of its files' bytes; links are not followed."""
+
+    path: Path
+    problem: str = ""
+    system: str = ""
+    """The renderer's plugin, or the policy's if there is no renderer."""
+    done: int = 0
+    planned: str = ""
+    held_out: float | None = None
+    best: float | None = None
+    num_bytes: int = 0
+    written_s: float = 0.0
+    """When a file in it was last written, s since 1970."""
+    is_running: bool = False
+    checkpoint: int | None = None
+    """Iteration of the newest checkpoint whose files all have their full size."""
+    damaged: Sequence[int] = ()
+    """Iterations of the newer checkpoints, all damaged."""
+
+
+def summarise(path: Path) -> Summary:
+    """Summarise a folder that may be a run's. Changes nothing and never raises."""
+    try:
+        return _summary(path)
+    except OSError as error:
+        return Summary(path, f"cannot be read ({excerpt(remedy(error), _MAX_SHOWN)})")
+    except ValueError as error:
+        return Summary(path, excerpt(str(error), _MAX_SHOWN))
+
+
+def folders(parent: Path) -> list[Path]:
+    """Folders that may be runs: `parent` itself if it is one, else its subfolders."""
+    if _is_started(parent):
+        return [parent]
+    return sorted(entry for entry in parent.iterdir() if entry.is_dir())
+
+
+def not_a_run(path: str | Path) -> str:
+    """A message: `path` is no run folder; the run with the most similar name, or all runs."""
+    path = Path(path)
+    if "://" in str(path) or str(path).startswith(("https:/", "http:/")):
+        return f"{path} is a URL: give a run folder on this machine"
+    for parent in path.parents:
+        if (parent / "checkpoints").is_dir():
+            return f"{path} is inside a run: name {parent}, with --checkpoint for an earlier state"
+    if _is_started(path):
+        file = path / "metrics.jsonl"
+        return f"{file} {not_a_file(file)}; a run writes this file when its first iteration is done"
+    names: list[str] = []
+    places = dict.fromkeys([path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")])
+    for place in places:
+        with suppress(OSError):
+            names += [str(run) for run in folders(place) if _is_started(run)]
+    near = get_close_matches(path.name, {Path(name).name: name for name in names}, n=1)
+    close = [name for name in names if [Path(name).name] == near]
+    if close:
+        hint = f"did you mean {close[0]!r}?"
+    else:
+        hint = (
+            f"runs: {', '.join(names[:_MAX_NAMED])}" if names else f"there are no runs in {place}/"
+        )
+    state = "is no run folder" if path.exists() else "does not exist"
+    return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
+
+
+def _is_started(path: Path) -> bool:
+    if any((path / name).is_file() for name in LOCKS):
+        return True
+    file = path / "config.json"
+    values = None
+    with suppress(OSError):
+        values = read_object(file)
+    # A model's folder has such a file, too.
+    return file.is_file() and not any(key in (values or ()) for key in KIND_KEYS)
+
+
+def _summary(path: Path) -> Summary:
+    if not _is_started(path):
+        return Summary(path, "no run")
+    num_bytes, written_s = _size(path)
+    partial = Summary(path, num_bytes=num_bytes, written_s=written_s, is_running=is_in_use(path))
+    if problem := format_problem(path):
+        return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
+    file = path / "config.json"
+    if not file.exists():
+        return replace(partial, problem="it has no config.json: the run is loading, or has failed")
+    config = read_object(file)
+    if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
+        return replace(partial, problem="its config.json is damaged")
+    config = loading.stored(config, str(file))
+    newest = find(path, hashes=False)
+    checkpoint = None if newest.path is None else iteration_of(newest.path)
+    rewards_of = held_out_rewards(path)
+    rewards = [reward for reward in rewards_of.values() if reward is not None]
+    planned = "?"
+    if _is_number(config.get("num_iterations")):
+        planned = f"{config['num_iterations']:.0f}"
+    elif _is_number(config.get("num_epochs")):
+        planned = f"{config['num_epochs']:g} epochs"
+    newer = [n for n in map(iteration_of, steps_of(path)) if checkpoint is None or n > checkpoint]
+    return replace(
+        partial,
+        system=_system(config),
+        done=max(done for done in rewards_of if done <= _LARGEST),
+        planned=planned,
+        held_out=rewards[-1] if rewards else None,
+        best=max(rewards, default=None),
+        checkpoint=checkpoint,
+        damaged=newer,
+    )
+
+
+def _system(config: Mapping[str, Any]) -> str:
+    for key in ("renderer", "policy"):
+        section = config.get(key)
+        name = section.get("type") if isinstance(section, dict) else None
+        if isinstance(name, str) and name != "none":
+            return name.rpartition(".")[2]
+    return "?"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _size(path: Path) -> tuple[int, float]:
+    """(bytes, when the last file was written); links are not followed."""
+    num_bytes = 0
+    written_s = path.stat().st_mtime
+    newest_s = 0.0
+    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+        try:
+            status = file.lstat()
+        except FileNotFoundError:  # it has just been deleted
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            continue
+        num_bytes += status.st_size
+        # Listing runs or writing a report is not an activity of the run.
+        if file.relative_to(path).parts[0] != "report" and str(file.relative_to(path)) not in LOCKS:
+            newest_s = max(newest_s, status.st_mtime)
+    return num_bytes, newest_s or written_s
+
+
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a run, or a rank that is saving, holds a file lock in that folder. Creates no
+    file. False on a file system without locks."""
+    with ExitStack() as stack:
+        for name in LOCKS:
+            try:
+                descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
+                continue
+    return False
