@@ -1,4 +1,4 @@
-"""Attention and layers over packed rows: a group's prompt once, its completions beside it."""
+"""Attention over packed rows, activations computed again, and decoding with a key-value cache."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Tally:
 # A fake GPU: 'cuda' tensors have shapes, dtypes and bytes, but no values.
 #
 # CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the
-# GPU is zeros or True. Needs `cuda_guard.load()` before the first `import torch`.
+# GPU is zeros or True. Needs `skeletons.load()` before the first `import torch`.
 
 aten = torch.ops.aten
 MAX_FETCHED_BYTES = 2**26
