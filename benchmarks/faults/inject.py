@@ -63,7 +63,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
             trigger(how)
 
     at_calls("rl.run.saving:LastFinished.note", note)
-    at_calls("rl.console:PhaseTimer.phase", before)
+    at_calls("rl.progress:PhaseTimer.phase", before)
 
 
 def at_calls(where: str, before: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Classes of ours in vLLM's place."""
+"""Replaces two classes of vLLM: LoRA on a CPU, and Qwen3-VL without its vision tower."""
 
 from __future__ import annotations
 

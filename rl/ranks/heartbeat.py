@@ -129,7 +129,7 @@ BETWEEN = "between phases"
 _BYTES = 1024
 """Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
-_REPORTERS = (__name__, "contextlib", "rl.console")
+_REPORTERS = (__name__, "contextlib", "rl.progress")
 _PEERS = "torch.distributed.distributed_c10d"
 """A rank inside one of its functions waits for others (gloo, and the barriers of NCCL)."""
 

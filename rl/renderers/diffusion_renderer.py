@@ -1,4 +1,4 @@
-"""What the diffusion renderers share before models are loaded."""
+"""The base class of the diffusion renderers' plugins, and their schedulers; needs no torch."""
 
 from __future__ import annotations
 

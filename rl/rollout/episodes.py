@@ -1,4 +1,4 @@
-"""Grades become episodes with one reward each."""
+"""Draws this rank's prompts in order; makes episodes, with one reward each, of their grades."""
 
 from __future__ import annotations
 

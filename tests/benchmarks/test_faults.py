@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import operator
 import os
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -38,6 +39,8 @@ def test_the_campaign_has_150_distinct_cases_in_five_groups() -> None:
 def test_every_injection_point_exists() -> None:
     injection_points = {c.inject.where for c in CASES if isinstance(c.inject, EndAt | DoAt)}
     assert len(injection_points) > 15
+    for file in Path(campaign.__file__).parent.glob("*.py"):  # those that all cases share
+        injection_points |= set(re.findall(r'"(rl\.[\w.]+:[\w.]+)"', file.read_text()))
     for point in injection_points:
         module, _, path = point.partition(":")
         assert callable(operator.attrgetter(path)(importlib.import_module(module))), point
