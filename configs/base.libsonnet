@@ -335,7 +335,7 @@
     // Print one group on the console: the instruction, its best, worst and a middle completion,
     // their reward parts, the judge's replies; 0 = never.
     show_group_every_n_iterations: 10,
-    // Refresh <run>/report/index.html at evaluations and at the end, in a separate process.
+    // Write <run>/report/index.html at evaluations and at the end (`rl follow`).
     page: true,
   },
 }

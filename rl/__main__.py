@@ -42,6 +42,11 @@ COMMANDS = {
         needs_torch=False,
     ),
     "report": Command("report what a run learnt", "rl.tools.commands.report", needs_torch=False),
+    "follow": Command(
+        "show a run in wandb, TensorBoard, trackio, or on its page",
+        "rl.tools.commands.follow",
+        needs_torch=False,
+    ),
     "edit": Command("edit pictures with a trained policy", "rl.tools.commands.edit"),
     "runs": Command("list the runs of a folder", "rl.tools.commands.runs", needs_torch=False),
     "enhance": Command(

@@ -78,11 +78,19 @@ _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
 """(a secret as `_folded` text has it, its variable); (its part of a base64 word, its variable)."""
 
 _remembered: set[str] = set()
+_hidden: dict[str, str] = {}
 
 
 def remember(name: str) -> None:
     """Treat the environment variable `name` as a secret, even if it is not named like one."""
     _remembered.add(name)
+
+
+def hide(name: str) -> None:
+    """Take the secret `name` out of this process's environment, so that no plugin and no process
+    that it starts has it; only `environment_without(name)` does, and `scrub` still removes it."""
+    if name in os.environ:
+        _hidden[name] = os.environ.pop(name)
 
 
 def scrub(text: str, forms: _Forms | None = None) -> str:
@@ -112,7 +120,7 @@ def secrets() -> tuple[tuple[str, str], ...]:
     `COOKIE`) or passed to `remember`. In other variables, a URL's password is a secret, and so is
     the value of a field named like a secret in a query or in JSON.
     """
-    return _secrets(tuple(os.environ.items()), frozenset(_remembered))
+    return _secrets((*os.environ.items(), *_hidden.items()), frozenset(_remembered))
 
 
 def environment_without(*needed: str) -> dict[str, str]:
@@ -120,7 +128,7 @@ def environment_without(*needed: str) -> dict[str, str]:
     `*_proxy` and `APP__*`."""
     return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in (*_hidden.items(), *os.environ.items())
         if name in needed
         or name.startswith("APP__")
         or name.lower().endswith("_proxy")

@@ -31,6 +31,7 @@ from rl.printing import KEY_VALUE
 from rl.ranks import dist, heartbeat, signals, supervision
 from rl.ranks.supervision import HangWatch, NodeWatch
 from rl.record.checkpoint import find, iteration_of, read_state
+from rl.run.follower import wait_for_last_rows
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {
@@ -313,6 +314,9 @@ def launch(
             _say(f"not started again: {ending.what}, {why_not}")
             break
         _say(f"started again, {args.retries - retries_left + 1} of {args.retries}: {ending.what}")
+    if config is not None and args.node_rank == 0:
+        with signals.collect_stop_signals() as stop_signals:
+            wait_for_last_rows(config.run_dir, lambda: bool(stop_signals))
     return ending.code
 
 

@@ -21,6 +21,7 @@ from rl.ranks.dist import Dist
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_text
+from rl.run.follower import wait_for_last_rows
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import NothingToDoError, load_in_rank, open_run
 from rl.seeds import derive_seed
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if dist.is_main:
             print(reason)
     dist.close()
+    if dist.is_main:
+        wait_for_last_rows(config.run_dir, signals.stop_received)
 
 
 def train(run: Run) -> None:

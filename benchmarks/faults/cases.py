@@ -86,7 +86,6 @@ _CALLS = {
     "a checkpoint is written": ("rl.record.checkpoint:_write_manifest", 1),
     "metrics are logged": ("rl.run.run:Run.log", 3),
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
-    "metrics go to wandb": ("rl.trackers:Tracker.log", 3),
     "an iteration is printed": ("rl.console:Console.iteration", 3),
     "the table of phase times": ("rl.console:Console.print_phase_times", 1),
 }

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
 from rl.check import memory_plan
 from rl.config.loading import escaped
+from rl.config.schema import TrackingConfig
 from rl.model_files import cached, model_problems
 from rl.ranks.signals import SHARED
 from rl.record.checkpoint import find
-from rl.trackers import not_installed
 
 # ---- fetch ---------------------------------------------------------------------------------------
 # Names the hub's models that a run loads, and downloads them before its ranks start.
@@ -171,6 +172,25 @@ def busy_lines(resolved: Resolved) -> list[str]:
     busy = [f"{gpu.used_gb:.1f} GB of GPU {gpu.number}" for gpu in found if gpu.used_gb > BUSY_GB]
     remedy = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
     return [f"other processes hold {', '.join(busy)}: {remedy}"] if busy else []
+
+
+def not_installed(tracking: TrackingConfig) -> list[str]:
+    """A message for each enabled tracker whose package is not installed."""
+    packages_of: Mapping[str, tuple[bool, str]] = {
+        "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
+        "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
+        # trackio's requirements exclude the pinned Pillow, but trackio works with it.
+        "trackio": (
+            tracking.trackio,
+            "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0",
+        ),
+    }
+    return [
+        f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
+        f"it: pip install {packages}"
+        for name, (is_enabled, packages) in packages_of.items()
+        if is_enabled and find_spec(name) is None
+    ]
 
 
 def _gpu_lines(resolved: Resolved) -> list[str]:

@@ -346,7 +346,7 @@ class TrackingConfig(Section):
     """Print one group on the console: the instruction, its best, worst and a middle completion,
     their reward parts, the judge's replies; 0 = never."""
     page: bool = True
-    """Refresh <run>/report/index.html at evaluations and at the end, in a separate process."""
+    """Write <run>/report/index.html at evaluations and at the end (`rl follow`)."""
 
 
 class DataConfig(Section):

@@ -173,7 +173,8 @@ GPU_MEMORY = (
     "lower optimizer.max_tokens_per_micro_batch, or set gpu_gb to the GPU's memory and run --check "
     "to see what fits; the same command then resumes"
 )
-_leave = os._exit
+leave = os._exit
+"""Ends this process at once, whatever its threads still do: for this package's own code."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -216,7 +217,7 @@ def raise_on_exit() -> None:
         is_called_by_us = any(name.startswith("rl.") for name in names[1:])
         if is_called_by_us and not names[0].startswith("rl.") and os.getpid() == process:
             raise SystemExit(f"os._exit({status}), which ends a process without a word")
-        _leave(status)
+        leave(status)
 
     os._exit = leave_or_raise
 

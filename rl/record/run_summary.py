@@ -6,7 +6,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,16 +182,21 @@ def _size(path: Path) -> tuple[int, float]:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Whether a run, or a rank that is saving, holds a file lock in that folder. Creates no
-    file. False on a file system without locks."""
-    with ExitStack() as stack:
-        for name in LOCKS:
-            try:
-                descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:
-                continue
+    """Whether a run, or a rank that is saving, holds a file lock in that folder."""
+    return any(is_locked(run_dir / name) for name in LOCKS)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock of that file, which need not exist. False on a file system
+    without locks."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
     return False

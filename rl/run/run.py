@@ -1,4 +1,4 @@
-"""Everything around an iteration: the run in the loop's order, its records and trackers."""
+"""Everything around an iteration: the run in the loop's order, and its records."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from shlex import quote
-from statistics import fmean, median
-from typing import Any
-
-from PIL.Image import Image
+from statistics import median
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample
 from rl.config.schema import RunConfig
 from rl.console import Console, GroupPanel, warn
-from rl.files import downscale, open_picture, read_rows, side_by_side
 from rl.judge.client import JudgeClient, JudgeStats
 from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
 from rl.meter import take_peak_memory_gb
-from rl.printing import scrub
 from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.ranks.dist import Dist
@@ -40,58 +34,8 @@ from rl.rollout.stream import (
 )
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.evaluation import evaluate
-from rl.run.page_refresh import Page
-from rl.run.paired import interval
+from rl.run.follower import Follower
 from rl.run.saving import Checkpointing, save_before_leaving
-from rl.trackers import BeforeAfter, Tracker
-
-# ---- before after --------------------------------------------------------------------------------
-# Held-out pictures before and after training, and what was learnt, for a run's trackers.
-
-MAX_PICTURES = 8
-_SIDE_PX = 256
-
-
-def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
-    """The evaluation before training compared with that after `iteration`; None if one of them has
-    no records. The same first samples every time, so that a tracker can step through them."""
-    folders = [run_dir / "evaluation" / f"it_{it:06d}" for it in (0, iteration)]
-    if iteration == 0 or not all((folder / "records.jsonl").is_file() for folder in folders):
-        return None
-    old, new = (read_rows(folder / "records.jsonl")[0] for folder in folders)
-    row_of = {row["id"]: row for row in old}
-    pairs = [(row_of[row["id"]], row) for row in new if row["id"] in row_of]
-    pictures: list[tuple[str, Image]] = []
-    for before, after in pairs:
-        names = (before["source_file"], before["image_file"], after["image_file"])
-        files = [f / (name or "") for f, name in zip((folders[0], *folders), names, strict=True)]
-        if len(pictures) < MAX_PICTURES and files[1].is_file() and files[2].is_file():
-            caption = (
-                f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
-                f"after ({after['reward']}): {after['completion']}"
-            )
-            found = [open_picture(file).convert("RGB") for file in files if file.is_file()]
-            sheet = side_by_side([downscale(picture, _SIDE_PX) for picture in found])
-            pictures.append((scrub(caption), sheet))
-    return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
-
-
-def _summary(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], iteration: int
-) -> dict[str, float | str]:
-    graded = [(a, b) for a, b in pairs if a["reward"] is not None and b["reward"] is not None]
-    if not graded:
-        return {}
-    first, last = (fmean(pair[i]["reward"] for pair in graded) for i in (0, 1))
-    gains = [after["reward"] - before["reward"] for before, after in graded]
-    ends = interval(gains, [before.get("shown") or [before["id"]] for before, _ in graded])
-    gain, span = fmean(gains), f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
-    sentence = (
-        f"held-out reward after {iteration} iterations: {first:.3f} -> {last:.3f} "
-        f"({gain:+.3f}{span}, {len(gains)} samples)"
-    )
-    return {"learnt": sentence, "learnt/before": first, "learnt/after": last, "learnt/gain": gain}
-
 
 # ---- recording -----------------------------------------------------------------------------------
 # Writes and prints a run's iterations: metrics, episodes, time per phase.
@@ -99,15 +43,15 @@ def _summary(
 
 @dataclass(eq=False)
 class Recording:
-    """Writes a run's metrics and episodes to disk, trackers and console; every rank has one."""
+    """Writes a run's metrics and episodes to disk and console; every rank has one."""
 
     dist: Dist
     console: Console
     timer: PhaseTimer
     group_panel: GroupPanel
     record: RunRecord
-    tracker: Tracker
-    page: Page
+    follower: Follower
+    """Shows the run, in a process of its own that reads these files."""
     writer: BackgroundWriter
     """Writes everything about an iteration in the background, in order."""
     num_iterations: int
@@ -125,22 +69,14 @@ class Recording:
             **rank_times([seconds for _, seconds in by_rank]),
         }
 
-    def write_line(self, done: int, line: Mapping[str, float], was_evaluated: bool) -> None:
-        """Write the line to the record and the trackers, and print it."""
+    def write_line(self, done: int, line: Mapping[str, float]) -> None:
+        """Write the line to the record, and print it."""
         self.last_metrics = line
-        # Two tasks: the writer may repeat a failed one, and must not record a line twice.
         write = partial(self.record.write_metrics, done, line)
         self.writer.put(f"the metrics of iteration {done}", write)
-        if was_evaluated:
-            compare = partial(before_after, self.record.run_dir, done)
-            log = partial(self.tracker.log_before_after, compare)
-            self.writer.put(f"the pictures before and after iteration {done}", log)
-        show = partial(self.tracker.log, done, line)
-        self.writer.put(f"the metrics of iteration {done} for wandb", show)
-        if self.dist.is_main and was_evaluated:
-            self.writer.put(f"the page after iteration {done}", self.page.refresh)
         self.console.iteration(done, self.num_iterations, line)
         self.group_panel.show()
+        self.follower.look()
 
     def write_episodes(
         self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
@@ -152,11 +88,10 @@ class Recording:
         bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
         self.group_panel.note(done, episodes_PG, advantages_PG)
 
-        def write() -> None:
-            num_later = self.num_iterations - done
-            self.record.write_episodes(done, episodes_PG, advantages_PG, bare_arms_P, num_later)
-            self.tracker.log_episodes(done, episodes_PG, advantages_PG)
-
+        num_later = self.num_iterations - done
+        write = partial(
+            self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P, num_later
+        )
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
@@ -164,7 +99,7 @@ class Recording:
         self.writer.flush()
         self.console.print_phase_times(self.timer.total, self.timer.wall_s)
         run = quote(str(self.record.run_dir))
-        if self.page.wanted:
+        if self.follower.makes_page:
             self.console.say(f"page: {run}/report/index.html")
         self.console.say(f"what it learnt: rl report {run}\nuse it: rl edit --run {run} ...")
 
@@ -374,7 +309,7 @@ class Run:
             judge.open_journal(self.config.run_dir / "judge" / file)
 
     def log(self, done: int, metrics: Metrics) -> None:
-        """Write a line of metrics of all ranks to record, trackers and console. Collective."""
+        """Write a line of metrics of all ranks to record and console. Collective."""
         for key, judge in self.judges.items():
             stats = judge.take_stats()
             _add_judge_stats(metrics, stats)
@@ -387,7 +322,7 @@ class Run:
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
         line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
         self.checks.check_line(line)
-        self.recording.write_line(done, line, self._evaluation_due(done))
+        self.recording.write_line(done, line)
         self.checkpointing.publish(done, line)
 
     def stop(self) -> None:

@@ -35,6 +35,7 @@ from rl.judge.server import StartedJudge, raise_if_ended
 from rl.learner.learner import Learner
 from rl.meter import measure_flops_per_s
 from rl.model_files import ADAPTER_CONFIG
+from rl.printing import hide
 from rl.progress import PhaseTimer, shown_on
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist, enforce, look_at_machine
@@ -45,12 +46,11 @@ from rl.rollout.episodes import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.alarms import Watch
 from rl.run.checks import Checks
+from rl.run.follower import WANDB_KEY, Follower
 from rl.run.metric_table import Made, PluginMetrics
-from rl.run.page_refresh import Page
 from rl.run.run import Recording, Run
 from rl.run.saving import Checkpointing, LastFinished, save_at_once
 from rl.seeds import seed_everything, set_rng_state
-from rl.trackers import Tracker
 
 # ---- environment ---------------------------------------------------------------------------------
 # Records what each start of a run ran on, and names what has changed at a resume.
@@ -260,18 +260,16 @@ def _open_recording(
     num_iterations: int,
     stack: ExitStack,
 ) -> Recording:
-    tracker = Tracker(config.run_dir, config, dist, record.config)
-    stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
-    page = Page(config.run_dir, dist.is_main and config.tracking.page)
-    stack.push(lambda kind, error, trace: page.close(error is None and not signals.stop_received()))
+    follower = Follower(config.run_dir, config.tracking, dist.is_main)
+    stack.push(lambda kind, error, trace: follower.close(failed=error is not None))
+    follower.start()
     return Recording(
         dist=dist,
         console=console,
         timer=timer,
         group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
         record=record,
-        tracker=tracker,
-        page=page,
+        follower=follower,
         writer=stack.enter_context(BackgroundWriter(config.run_dir)),
         num_iterations=num_iterations,
     )
@@ -534,7 +532,8 @@ def _start_judge(
 def load_in_rank(file: str, overrides: Sequence[str]) -> RunConfig:
     """The config. If torchrun started this process, `world_size` is its number of ranks, and the
     first rank of each node raises ConfigError for a config that cannot run; torchrun then ends the
-    others."""
+    others. From here on only the follower has wandb's key."""
+    hide(WANDB_KEY)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return load_config(file, overrides)
     config = load_config(file, [*overrides, f"world_size={os.environ['WORLD_SIZE']}"])

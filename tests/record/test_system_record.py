@@ -18,11 +18,12 @@ from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
 from rl.api.types import Action, Completion, Region, Status
+from rl.config.schema import TrackingConfig
 from rl.files import GoneError, json_line, read_rows, write_atomically
 from rl.judge.http import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import MAX_WAITING, RunRecord, provenance
-from rl.run.page_refresh import Page
+from rl.run.follower import Follower
 
 KEY = "sk-0123456789abcdef"
 
@@ -359,7 +360,7 @@ def test_a_deleted_run_folder_is_not_created_again(tmp_path):
         with pytest.raises(GoneError, match="is gone: it was deleted"):
             write()
     assert save(checkpoints, 1) is None
-    Page(run_dir, True).refresh()
+    Follower(run_dir, TrackingConfig()).start()
     assert not run_dir.exists()
 
 

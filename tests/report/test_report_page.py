@@ -25,10 +25,9 @@ from rl.run.metric_table import METRICS, doc_of
 from rl.tools.commands import report
 from rl.tools.report import page as single_file
 from rl.tools.report import reading
-from rl.tools.report.page import times, value_of, write_page, write_single_file
+from rl.tools.report.page import MAIN_METRICS, times, value_of, write_page, write_single_file
 from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
 from rl.tools.report.summary import alarms, learnt
-from rl.trackers import MAIN_METRICS
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
-    with reading.locked(run_dir / "report"):
+    with reading.for_one_report(run_dir / "report"):
         with pytest.raises(ValueError, match="another report"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()

@@ -124,12 +124,12 @@ def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: P
     record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(config, "float32", 0.0)
     checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), mock, record, mock, mock, writer, 3)
+    recording = Recording(dist, Console(True), PhaseTimer(), mock, record, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
     checks.check_line(line)
-    recording.write_line(1, line, was_evaluated=False)
+    recording.write_line(1, line)
     writer.flush()
     line = json.loads((run_dir / "metrics.jsonl").read_text())
     assert [line[name] for name in NAMES] == [12.0, 0.5, 1.5]

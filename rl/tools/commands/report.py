@@ -13,16 +13,13 @@ all runs of a folder.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rl import printing
-from rl.files import hold
 from rl.record.run_summary import RUNS_VARIABLE
-from rl.run.page_refresh import BUSY
 from rl.tools.report.compare import by_chance, compare, lines, write_comparison
 from rl.tools.report.page import write_all_runs, write_page, write_single_file
 from rl.tools.report.reading import (
@@ -38,7 +35,7 @@ from rl.tools.report.summary import INTERVAL, summary
 
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 if there is nothing to report; `BUSY` if --refresh finds another report."""
+    """Exit code: 0; 1 if there is nothing to report."""
     printing.guard()
     parser = printing.Parser("rl report", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("run", nargs="?", help="run folder, or config")
@@ -57,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also write report/report.html, for a mail: at most 5 MB, with thumbnails",
     )
     parser.add_argument("--page-only", action="store_true", help="write only the page: no summary")
-    # A run itself uses it; it writes only the page.
-    parser.add_argument("--refresh", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.all is not None:
         if args.run or args.against or args.single_file or args.page_only:
@@ -70,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = find_run(args.run, args.overrides)
         results = [compare(run_dir, find_run(other)) for other in args.against]
-        if args.refresh:
-            hold(run_dir)
-        if not (args.page_only or args.refresh):
+        if not args.page_only:
             metrics = read_named(run_dir / "metrics.jsonl", "iteration")
             control = is_control(read_config(run_dir))
             _show(summary(metrics, read_evaluations(run_dir), control))
@@ -88,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {write_single_file(run_dir, index)}")
     except BusyError as error:
         printing.complain(str(error))
-        return BUSY if args.refresh else 1
+        return 1
     return 0
 
 

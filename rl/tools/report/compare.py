@@ -22,8 +22,8 @@ from rl.tools.report.reading import (
     Evaluation,
     Record,
     curve_data,
+    for_one_report,
     is_control,
-    locked,
     mean,
     named_rows,
     number,
@@ -248,7 +248,7 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
         sources=[Markup((PAGE_FOLDER / file).read_text("utf-8")) for file in SCRIPTS],  # nosec B704
         css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
     )
-    with locked(folder):
+    with for_one_report(folder):
         write_atomically(folder / "compare.html", without_lone_surrogates(page))
     return folder / "compare.html"
 

@@ -40,10 +40,10 @@ from rl.tools.report.reading import (
     episode_files,
     evaluation_folders,
     finding_row,
+    for_one_report,
     group_row,
     groups_of,
     histogram,
-    locked,
     named_rows,
     part_names,
     picture,
@@ -55,7 +55,6 @@ from rl.tools.report.reading import (
     short,
 )
 from rl.tools.report.summary import INTERVAL, alarms, context, learnt
-from rl.trackers import MAIN_METRICS
 
 # ---- pages ---------------------------------------------------------------------------------------
 # Writes those data pages of a report, `<run>/report/data/*.js`, whose sources have changed.
@@ -65,6 +64,15 @@ CHUNK = 20
 """Number of iterations whose pages are rewritten together."""
 NUM_REWARD_BINS, NUM_ADVANTAGE_BINS = 21, 25
 """Bins of the histograms: rewards 0 to 1 in steps of 0.05, advantages -3 to 3 in steps of 0.25."""
+MAIN_METRICS = {
+    "eval/reward": "held_out_reward",
+    "eval/gain_over_stock": "gain_over_untrained",
+    "reward/mean": "training_reward",
+    "kl/reference_k3": "kl",
+    "policy/entropy": "entropy",
+    "groups/zero_spread": "groups_without_spread",
+}
+"""The six most important metrics, in order, with short names: shown first, here and by trackers."""
 _CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
 """What `call` writes. A page opened from disk can load classic scripts, not modules or `fetch`."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
@@ -312,7 +320,7 @@ _SOURCES = ("page.css", "base.js", "lists.js", "charts.js", "samples.js", "start
 def write_page(run_dir: Path) -> tuple[Path, PageIndex]:
     """Update `<run>/report/` from the run folder."""
     folder = run_dir / "report"
-    with locked(folder):
+    with for_one_report(folder):
         index = refresh(run_dir, folder / "data")
         data = call("metrics", metrics_data(run_dir, index))
         write_atomically(folder / "data" / "metrics.js", data)
@@ -490,7 +498,7 @@ _QUALITY = 70
 def write_single_file(run_dir: Path, index: PageIndex) -> str:
     """Write the file from the existing data pages. Returns a message for the user."""
     folder = run_dir / "report"
-    with locked(folder):
+    with for_one_report(folder):
         page, note = _page(run_dir, index)
         write_atomically(folder / "report.html", page)
     size = f"{len(page.encode()) / 1e6:.1f} MB"

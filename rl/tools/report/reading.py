@@ -368,16 +368,16 @@ def _short(value: float) -> float:
 # Locks `<run>/report/` for one process at a time, and refuses symbolic links in it.
 
 MAX_WAIT_S = 30.0
-"""Longest wait for another report on this run; shorter than a run's limit for its last page."""
+"""Longest wait for another report on this run."""
 _POLL_S = 0.1
 
 
 class BusyError(ValueError):
-    """Another report on the same run is being made."""
+    """Another process writes the same page, or follows the same run."""
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def for_one_report(folder: Path) -> Iterator[None]:
     """Lock the folder against other reports. Raises ValueError if the folder, its `data` or an
     entry of either is a symbolic link, BusyError if it stays locked for `MAX_WAIT_S`."""
     for inner in (folder, folder / "data"):
@@ -388,9 +388,16 @@ def locked(folder: Path) -> Iterator[None]:
                     f"{path} is a link, which might lead out of the run folder; remove it"
                 )
     private_folder(folder)
+    with locked(folder / ".lock", MAX_WAIT_S):
+        yield
+
+
+@contextmanager
+def locked(file: Path, wait_s: float) -> Iterator[None]:
+    """Lock the file. Raises BusyError if another process holds it for more than `wait_s`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(folder / ".lock", flags, 0o600)
-    until_s = time.monotonic() + MAX_WAIT_S
+    descriptor = os.open(file, flags, 0o600)
+    until_s = time.monotonic() + wait_s
     try:
         with suppress(OSError):  # a file system without locks
             while True:
@@ -399,7 +406,7 @@ def locked(folder: Path) -> Iterator[None]:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until_s:
-                        raise BusyError(f"{folder}: another report is being made there") from None
+                        raise BusyError(f"{file.parent}: another process is at it") from None
                     time.sleep(_POLL_S)
         yield
     finally:

@@ -1,0 +1,139 @@
+"""Starts the process that shows a run, `rl follow`: its page, wandb, TensorBoard and trackio. It
+reads only the run folder, so that nothing that it does can delay or end training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+
+from rl.config.schema import TrackingConfig
+from rl.files import current_path, private
+from rl.printing import environment_without
+from rl.record.run_summary import is_locked
+
+LOG, LOCK = "logs/follow.log", "logs/follow.lock"
+LIMIT_S = 60.0
+"""How long the follower of an ended run may take for the last rows."""
+ENDED, FAILED = b"ended", b"failed"
+"""What the run writes to the follower's stdin at its end; nothing if it is killed."""
+SAID = b"follow: "
+"""Beginning of the follower's lines that are no warnings."""
+WANDB_KEY = "WANDB_API_KEY"
+_MAX_STARTS = 4
+_PAUSE_S = 10.0
+"""Before a new start: what a killed follower's tracker still does takes seconds."""
+_END_S = 5.0
+"""For the follower to leave, once its time is over."""
+
+
+def _to_stderr(line: str) -> None:
+    with suppress(OSError):  # a full disk or a closed pipe
+        print(line, file=sys.stderr, flush=True)
+
+
+class Lines:
+    """The whole lines of a growing file that were not read before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def new(self) -> list[bytes]:
+        try:
+            with open(current_path(self._path), "rb") as file:
+                file.seek(self._offset)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole + end)
+        return whole.split(b"\n") if end else []
+
+    def show(self) -> None:
+        """Print those of them that the console shows."""
+        for line in self.new():
+            if line.startswith((b"WARNING: ", SAID)):
+                _to_stderr(line.removeprefix(SAID).decode(errors="replace"))
+
+
+class Follower:
+    """For rank 0, whose main thread calls it. If it ends before the run, it is started again."""
+
+    def __init__(self, run_dir: Path, tracking: TrackingConfig, is_main: bool = True) -> None:
+        shows = tracking.page or tracking.tensorboard or tracking.trackio
+        self._wanted = is_main and (shows or tracking.wandb != "off")
+        self.makes_page = tracking.page
+        self._run_dir = run_dir
+        uses = {WANDB_KEY: tracking.wandb == "online", "HF_TOKEN": tracking.trackio_space}
+        self._keys = [name for name, is_used in uses.items() if is_used]
+        self._lines = Lines(run_dir / LOG)
+        self._lines.new()  # of earlier starts
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts_left = _MAX_STARTS
+        self._ended_s: float | None = None
+        """When this process noticed that the follower had ended."""
+
+    def start(self) -> None:
+        """Start the follower if one is wanted."""
+        if not self._wanted:
+            return
+        self._starts_left -= 1
+        try:
+            run_dir = current_path(self._run_dir)
+            command = [sys.executable, "-m", "rl.tools.commands.follow", str(run_dir), "--with-run"]
+            (run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
+            with open(run_dir / LOG, "ab", opener=private) as log:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment_without(*self._keys),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a Ctrl-C is the run's
+                )
+        except OSError as error:
+            self._warn(f"cannot be started ({error})")
+
+    def look(self) -> None:
+        """Print what the follower has to say; start it again if it has ended."""
+        self._lines.show()
+        if self._process is None or self._process.poll() is None:
+            return
+        now_s = time.monotonic()
+        if self._ended_s is None:
+            self._ended_s = now_s
+            self._warn(f"ended (exit code {self._process.returncode}; {LOG} in the run's folder)")
+        if self._starts_left and now_s >= self._ended_s + _PAUSE_S:
+            self._ended_s = None
+            self.start()
+
+    def close(self, failed: bool) -> None:
+        """Tell the follower that the run has ended; it sends the last rows, and ends."""
+        if self._process is not None and self._process.stdin is not None:
+            self.look()
+            with suppress(OSError):  # it has ended already
+                self._process.stdin.write(FAILED if failed else ENDED)
+                self._process.stdin.close()
+
+    def _warn(self, what: str) -> None:
+        run = quote(str(self._run_dir))
+        _to_stderr(
+            f"WARNING: the process that sends this run to its trackers {what}; at any time, "
+            f"rl follow {run} sends what is missing"
+        )
+
+
+def wait_for_last_rows(run_dir: Path, stopped: Callable[[], bool]) -> None:
+    """Wait while the follower of a run that has ended sends the last rows: at most `LIMIT_S` s and
+    a little, or until `stopped`. It then says itself which command sends the rest."""
+    lines, until_s = Lines(run_dir / LOG), time.monotonic() + LIMIT_S + _END_S
+    lines.new()
+    while is_locked(run_dir / LOCK):
+        if stopped() or time.monotonic() > until_s:
+            _to_stderr(f"not waited for the last rows: rl follow {quote(str(run_dir))} sends them")
+            break
+        time.sleep(0.1)
+    lines.show()

@@ -1,0 +1,526 @@
+"""Show a run: write its page, and send it to wandb, TensorBoard or trackio.
+
+    rl follow runs/my-run                      as its config's `tracking` says
+    rl follow runs/my-run --wandb online       only to wandb, as a run of its own page
+    rl follow runs/my-run --tensorboard --page
+
+A run starts this itself. Afterwards it sends what is missing: because the network or a
+service was down, or because the config named no tracker. It reads only the run folder,
+goes on until the run ends, and sends nothing twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from shlex import quote
+from typing import Any, Literal, NamedTuple
+
+from PIL.Image import Image
+
+from rl import printing
+from rl.config import loading
+from rl.config.schema import TrackingConfig
+from rl.console import warn
+from rl.files import (
+    current_path,
+    downscale,
+    hold,
+    private_folder,
+    row_of,
+    side_by_side,
+    unshare,
+    write_atomically,
+)
+from rl.printing import code, scrub, text
+from rl.ranks.signals import leave
+from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
+from rl.tools.notebook import LoadedRun, Row
+from rl.tools.report.page import MAIN_METRICS, write_page
+from rl.tools.report.reading import BusyError, find_run, locked, read_evaluations
+from rl.tools.report.summary import learnt
+
+MAIN = "0_main/"
+"""Before the names of the most important metrics: trackers sort sections by name."""
+MAX_CELL_CHARS = 600
+MAX_PICTURES = 8
+CELL_SIDE_PX, SHEET_SIDE_PX = 384, 256
+LOOK_EVERY_S = 2.0
+WANDB_INIT_S = 30.0
+REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
+"""Environment variables that would make trackio send the run's data elsewhere."""
+Mode = Literal["online", "offline", "off"]
+MODES: tuple[Mode, ...] = ("online", "offline", "off")
+Metrics = dict[str, Any]
+Cell = str | float | Image | None
+
+
+# ---- what a run recorded -------------------------------------------------------------------------
+
+
+def row_from(line: bytes) -> Metrics | None:
+    """A line of metrics.jsonl, before it the main metrics under their short names; a number that is
+    not finite is NaN. None: the line is damaged."""
+    metrics = row_of(line) or {}
+    if type(metrics.get("iteration")) is not int:
+        return None
+    row = {f"{MAIN}{s}": metrics[name] for name, s in MAIN_METRICS.items() if name in metrics}
+    return {name: math.nan if v is None else v for name, v in (row | metrics).items()}
+
+
+def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[str, Cell]]:
+    """The first rank's first episodes of an iteration, with small pictures; all have the same
+    columns. [] if none is on record."""
+    episodes = [episode for episode in run.episodes([iteration]) if not episode.rank][:max_rows]
+    parts = sorted({name for episode in episodes for name in episode.parts})
+    sources = [episode.sources() for episode in episodes]
+    names = ["source", *(f"source {n + 1}" for n in range(1, max(map(len, sources), default=1)))]
+
+    def row(episode: Row, own: Sequence[Image]) -> dict[str, Cell]:
+        pictures = dict(zip_longest(names, own))
+        pictures |= {"target": episode.target(), "rendered": episode.image()}
+        return {
+            **{n: picture and downscale(picture, CELL_SIDE_PX) for n, picture in pictures.items()},
+            "instruction": episode.instruction,
+            "completion": episode.completion,
+            "status": episode.status,
+            "failure": episode.failure or "",
+            "reward": episode.reward,
+            **{name: episode.parts.get(name) for name in parts},
+            "advantage": episode.advantage,
+        }
+
+    return list(map(row, episodes, sources))
+
+
+class BeforeAfter(NamedTuple):
+    """A held-out evaluation compared with the first."""
+
+    pictures: list[tuple[str, Image]]
+    """(caption, source, before and after side by side)."""
+    summary: dict[str, float | str]
+    """What was learnt, by the name of the summary's entry."""
+
+
+def before_after(run: LoadedRun, iteration: int) -> BeforeAfter:
+    """The evaluation after `iteration` compared with the first; empty if there are not both. The
+    same first samples every time, so that a tracker can step through them."""
+    result = learnt(read_evaluations(run.folder, iteration))
+    if result is None or result.after != iteration:
+        return BeforeAfter([], {})
+    old_of = {row.sample_id: row for row in run.held_out(result.before)}
+    pairs = [
+        (old_of[row.sample_id], row) for row in run.held_out(iteration) if row.sample_id in old_of
+    ]
+    pictures: list[tuple[str, Image]] = []
+    for before, after in pairs:
+        drawn = before.image(), after.image()
+        if len(pictures) < MAX_PICTURES and all(drawn):
+            caption = (
+                f"{after.instruction} | before ({before.reward}): {before.completion} | "
+                f"after ({after.reward}): {after.completion}"
+            )
+            shown = [downscale(p, SHEET_SIDE_PX) for p in (*before.sources(), *drawn) if p]
+            pictures.append((caption, side_by_side(shown)))
+    summary: dict[str, float | str] = {}
+    for change in result.changes[:1]:  # of all samples
+        sentence = f"after {iteration} iterations: {change.sentence(0).strip()}"
+        summary = {"learnt": sentence, "learnt/before": change.before}
+        summary |= {"learnt/after": change.after, "learnt/gain": change.gain}
+    return BeforeAfter(pictures, summary)
+
+
+# ---- views ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Followed:
+    """What all views share."""
+
+    run: LoadedRun
+    tracking: TrackingConfig
+    pid: int | None = None
+    """The first rank's process; None if another process than the run started this one."""
+    failed: bool = False
+    """Whether the run has ended by an error or a kill."""
+    complete: set[str] = field(default_factory=set)
+    """Views that show everything."""
+
+
+class View:
+    """One place that shows the run. It finds out there what it shows already."""
+
+    first = 0
+    """The first iteration that is missing there."""
+
+    def __init__(self, followed: Followed) -> None:
+        self.followed, self.run, self.folder = followed, followed.run, followed.run.folder
+        self.name = str(self.run.config.get("run_name", self.folder.name))
+        self.earlier: dict[str, float | str] = {}
+        """The latest values of the iterations before the first."""
+
+    def send(self, rows: Sequence[Metrics]) -> None:
+        for row in rows:
+            if row["iteration"] < self.first:
+                self.earlier |= row
+            else:
+                self.write(int(row["iteration"]), row)
+
+    def write(self, iteration: int, row: Metrics) -> None:
+        raise NotImplementedError
+
+    def close(self) -> str:
+        """Finish; returns where to look."""
+        raise NotImplementedError
+
+
+class Page(View):
+    """The run's own page, written again after evaluations and at the end."""
+
+    def send(self, rows: Sequence[Metrics]) -> None:
+        if any(name.startswith("eval/") for row in rows for name in row):
+            with suppress(BusyError):  # another report writes it
+                self.close()
+
+    def close(self) -> str:
+        return str(write_page(current_path(self.folder))[0])
+
+
+class TensorBoard(View):
+    """Event files in `<run>/tensorboard`. Each start writes them from the first iteration on, as
+    everything in them is on record; thus TensorBoard shows no iteration twice."""
+
+    def __init__(self, followed: Followed) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().__init__(followed)
+        folder = self.folder / "tensorboard"
+        private_folder(folder)
+        for file in folder.glob("events.out.tfevents.*"):
+            file.unlink()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=0)
+        self._writer.add_text("config", "\n".join(code(self.run.config)), 0)
+
+    def write(self, iteration: int, row: Metrics) -> None:
+        import numpy as np
+
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, iteration)
+        compared = before_after(self.run, iteration)
+        for number, (caption, picture) in enumerate(compared.pictures):
+            tag = f"{MAIN}before_after/{number}"
+            self._writer.add_image(tag, np.asarray(picture), iteration, dataformats="HWC")
+            self._writer.add_text(tag, text(caption, MAX_CELL_CHARS), iteration)
+        if sentence := compared.summary.get("learnt"):
+            self._writer.add_text("learnt", text(str(sentence), MAX_CELL_CHARS), iteration)
+        self._writer.flush()
+
+    def close(self) -> str:
+        self._writer.close()
+        return f"tensorboard --logdir {quote(self._writer.log_dir)}"
+
+
+def table_for(view: View, module: Any, iteration: int, escape: Callable[[str], str]) -> Metrics:
+    """{'episodes': the table of an iteration}, as wandb and trackio, which has its API, want it;
+    {} if there is none."""
+
+    def cell(value: Cell) -> Any:
+        if isinstance(value, str):
+            return escape(value)
+        return module.Image(value) if isinstance(value, Image) else value
+
+    table = episode_table(view.run, iteration, view.followed.tracking.images_per_iteration)
+    data = [[cell(value) for value in row.values()] for row in table]
+    return {"episodes": module.Table(columns=list(table[0]), data=data)} if table else {}
+
+
+class Wandb(View):
+    """The same wandb run at every start, whose id is kept in the run folder.
+
+    Online it goes on after the last iteration that the server has. Each offline start is a folder
+    of its own, with the iterations that the earlier ones lack: `wandb sync` joins them.
+    """
+
+    def __init__(self, followed: Followed) -> None:
+        super().__init__(followed)
+        private_folder(self.folder / "wandb")
+        # wandb keeps a table's pictures here until they are uploaded; the default is in $HOME.
+        os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))
+        self._wandb, self._page = import_module("wandb"), None
+        if allowed_by_env(followed.tracking.wandb) == "online":
+            try:
+                self._page = self._open("online")
+                self.first = self._page.starting_step
+                if followed.pid is not None:
+                    print(f"{SAID.decode()}wandb: {self._page.url}", flush=True)
+                return
+            except Exception as error:  # no key, no network, a server that refuses the run
+                # wandb's helper process keeps the id "in use" after a failed start.
+                self._wandb.teardown()
+                warn(
+                    f"wandb: cannot go online ({on_one_line(error)}); it goes on offline, and "
+                    f"{command(self.folder, '--wandb online')} sends everything later"
+                )
+        self.first = 1 + last_on_disk(self.folder / "wandb")
+
+    def _open(self, mode: Mode) -> Any:
+        wandb, pid = self._wandb, self.followed.pid
+        # `setup`, because `init` prints advice on packages before it reads its settings.
+        wandb.setup(settings=wandb.Settings(silent=True))
+        settings = wandb.Settings(
+            init_timeout=WANDB_INIT_S,
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            **({"x_stats_pid": pid} if pid else {"x_disable_stats": True}),
+        )
+        page = wandb.init(
+            mode=mode,
+            project=self.followed.tracking.wandb_project,
+            name=self.name,
+            id=page_id(self.folder),
+            resume="allow",
+            dir=self.folder.resolve(),
+            settings=settings,
+        )
+        page.define_metric("iteration")
+        page.define_metric("*", step_metric="iteration")
+        # Without `allow_val_change` one key that a resume changed keeps the whole old config.
+        page.config.update(self.run.config, allow_val_change=True)
+        return page
+
+    def write(self, iteration: int, row: Metrics) -> None:
+        if self._page is None:  # no folder without an iteration
+            self._page = self._open("offline")
+            # `wandb sync` replaces the summary of the earlier folders.
+            evaluated = [it for it in self.run.evaluations if it < iteration]
+            summary = before_after(self.run, max(evaluated, default=0)).summary
+            self._page.summary.update({**self.earlier, **summary})
+        pictures, summary = before_after(self.run, iteration)
+        images = [self._wandb.Image(picture, caption=caption) for caption, picture in pictures]
+        shown = {f"{MAIN}before_after": images} if images else {}
+        table = table_for(self, self._wandb, iteration, str)
+        self._page.summary.update(summary)
+        # wandb's own step is the iteration, so that the server's last step is the last iteration.
+        self._page.log({**row, **table, **shown}, step=iteration, commit=True)
+
+    def close(self) -> str:
+        place = f"wandb sync {quote(str(self.folder))}/wandb/offline-run-*"
+        if self._page is not None:
+            place = self._page.url or place
+            self._page.finish(exit_code=int(self.followed.failed))
+        self._wandb.teardown()  # `finish` alone returns before an offline page is on the disk
+        return place
+
+
+def page_id(run_dir: Path) -> str:
+    """The run's wandb id. It is stored in the run folder, so that a resumed run finds its page even
+    if WANDB_RUN_ID is set for another run; a new run takes WANDB_RUN_ID if it is set."""
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        new = os.environ.get("WANDB_RUN_ID", "").strip() or uuid.uuid4().hex[:12]
+        write_atomically(path, new + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def allowed_by_env(configured: Mode) -> Mode:
+    """The configured mode, or that of the variable WANDB_MODE if it is lower."""
+    env_mode = os.environ.get("WANDB_MODE", configured)
+    return max(configured, env_mode if env_mode in MODES else "off", key=MODES.index)
+
+
+def last_on_disk(folder: Path) -> int:
+    """The last iteration in wandb's files of earlier starts; -1 if there is none. A killed process
+    leaves fewer iterations there than it has sent."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    steps = [-1]
+    for file in folder.glob("*run-*/run-*.wandb"):
+        for data in wandb_records(file.read_bytes()):
+            steps.append(Record.FromString(data).history.step.num if data[:1] else -1)
+    return max(steps)
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a .wandb file, which is a LevelDB log: blocks of 32 KiB of pieces, each
+    with a head of 7 bytes (checksum 4, length 2, kind 1); a record is one piece (kind 1), or the
+    first (2), middle (3) and last one (4)."""
+    block, head, at, record = 32_768, 7, 7, b""  # the file begins with a head of its own
+    while at + head <= len(data):
+        left = block - at % block
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if left < head or kind == 0:  # the rest of a block is empty
+            at += left
+            continue
+        piece = data[at + head : at + head + length]
+        if len(piece) < length:
+            return
+        record, at = record + piece, at + head + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+class Trackio(View):
+    """Files in `<run>/trackio`, or the Space that the config names."""
+
+    def __init__(self, followed: Followed) -> None:
+        super().__init__(followed)
+        for name in REDIRECTS:
+            if os.environ.pop(name, ""):
+                warn(f"trackio: {name} is ignored; set tracking.trackio_space to send to a Space")
+        private_folder(self.folder / "trackio")
+        os.environ["TRACKIO_DIR"] = str(self.folder.resolve() / "trackio")  # read at import
+        for file in (self.folder / "trackio").rglob("*.db*"):
+            unshare(file)
+        self._trackio = import_module("trackio")
+        self._page = self._trackio.init(
+            project=self.name,
+            name=self.name,
+            config=self.run.config,
+            resume="allow",
+            space_id=followed.tracking.trackio_space or None,
+            private=True,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.first = self._page._next_step
+
+    def write(self, iteration: int, row: Metrics) -> None:
+        escape = partial(text, max_chars=MAX_CELL_CHARS)  # trackio renders Markdown
+        self._page.log(row | table_for(self, self._trackio, iteration, escape), step=iteration)
+
+    def close(self) -> str:
+        self._page.finish()
+        return f"TRACKIO_DIR={quote(os.environ['TRACKIO_DIR'])} trackio show"
+
+
+# ---- following -----------------------------------------------------------------------------------
+
+
+def on_one_line(error: Exception) -> str:
+    return scrub(" ".join(str(error).split()))
+
+
+def command(run_dir: Path, options: str = "") -> str:
+    return f"rl follow {quote(str(run_dir))} {options}".rstrip()
+
+
+def follow(
+    name: str, open_view: Callable[[Followed], View], followed: Followed, ended: threading.Event
+) -> None:
+    """Send everything to one view until the run has `ended`. After any error the view is left as it
+    is: `rl follow` continues it later."""
+    run_dir = followed.run.folder
+    lines = Lines(run_dir / "metrics.jsonl")
+    try:
+        view = open_view(followed)
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(LOOK_EVERY_S)  # then all that the run wrote is there
+            view.send([row for row in map(row_from, lines.new()) if row])
+        place = view.close()
+        followed.complete.add(name)
+        if followed.pid is None:
+            print(f"{name}: {place}", flush=True)
+    except Exception as error:  # a tracker may fail in any way
+        rest = f"{command(run_dir)} sends what is missing"
+        warn(f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}")
+
+
+@printing.program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 if a view is not complete."""
+    printing.guard()
+    parser = printing.Parser("rl follow", f"{__doc__}{printing.KEY_VALUE}")
+    parser.add_argument("run", help="run folder, or config")
+    parser.add_overrides("as given to the run")
+    add = partial(parser.add_argument, action="store_true")
+    parser.add_argument("--wandb", choices=("online", "offline"), help="send it to wandb")
+    add("--tensorboard", help="write event files to RUN/tensorboard")
+    add("--trackio", help="write trackio's files to RUN/trackio, or to the config's Space")
+    add("--page", help="write RUN/report/index.html")
+    # A run itself uses it: stdin then says how the run has ended.
+    add("--with-run", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args(argv)
+    run_dir = Path(args.run) if args.with_run else find_run(args.run, args.overrides)
+    run = LoadedRun(run_dir)
+    tracking = wanted(run, args)
+    if args.with_run:
+        os.nice(15)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)  # it ends after the run
+    hold(run_dir)
+    (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir / LOCK, LIMIT_S if args.with_run else 0.0):
+        followed = Followed(run, tracking, os.getppid() if args.with_run else None)
+        names = follow_all(followed)
+    sys.stdout.flush()
+    # What hangs in a tracker's library must not keep this process.
+    leave(not followed.complete.issuperset(names))
+
+
+def wanted(run: LoadedRun, args: argparse.Namespace) -> TrackingConfig:
+    """The config's section `tracking`, with the views that the options choose, if there are any."""
+    config = loading.stored(run.config, str(run.folder / "config.json"))
+    tracking = TrackingConfig.model_validate(config.get("tracking", {}))
+    if args.wandb or args.tensorboard or args.trackio or args.page:
+        views = {name: getattr(args, name) for name in ("tensorboard", "trackio", "page")}
+        tracking = tracking.model_copy(update={**views, "wandb": args.wandb or "off"})
+    return tracking
+
+
+def follow_all(followed: Followed) -> Iterable[str]:
+    """Follow the run with all its views at once, each in a thread of its own, so that a service
+    that does not answer holds up no other. Returns the views' names."""
+    tracking, ended = followed.tracking, threading.Event()
+    views: dict[str, Callable[[Followed], View]] = {}
+    if tracking.page:
+        views["page"] = Page
+    if allowed_by_env(tracking.wandb) != "off":
+        views["wandb"] = Wandb
+    if tracking.tensorboard:
+        views["tensorboard"] = TensorBoard
+    if tracking.trackio:
+        views["trackio"] = Trackio
+    threads = [
+        threading.Thread(target=follow, args=(name, view, followed, ended), name=name, daemon=True)
+        for name, view in views.items()
+    ]
+    for thread in threads:
+        thread.start()
+    if followed.pid is not None:
+        followed.failed = sys.stdin.buffer.read() != ENDED
+    with suppress(KeyboardInterrupt):
+        while followed.pid is None and followed.run.is_running:
+            time.sleep(LOOK_EVERY_S)
+    ended.set()
+    until_s = math.inf if followed.pid is None else time.monotonic() + LIMIT_S
+    for thread in threads:
+        while thread.is_alive() and time.monotonic() < until_s:
+            thread.join(0.2)
+        if thread.is_alive():
+            warn(
+                f"{thread.name}: the last rows are not sent after {LIMIT_S:g} s; "
+                f"{command(followed.run.folder)} sends them at any time"
+            )
+    return views
+
+
+if __name__ == "__main__":
+    sys.exit(main())

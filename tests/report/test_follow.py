@@ -1,0 +1,351 @@
+"""What trackers are sent, read from a run folder. Real TensorBoard files; trackio is a stand-in,
+because the real one needs another Pillow."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_messages import holds, refusal
+from tiny_report import (
+    EVIL,
+    held_out,
+    metrics,
+    write_episodes,
+    write_held_out,
+    write_lines,
+    write_run,
+)
+
+from rl.config.schema import TrackingConfig
+from rl.run.follower import LOCK, Lines
+from rl.tools.commands import follow
+from rl.tools.commands.follow import (
+    MAX_PICTURES,
+    Followed,
+    Trackio,
+    allowed_by_env,
+    before_after,
+    episode_table,
+    row_from,
+    wandb_records,
+)
+from rl.tools.notebook import LoadedRun
+from rl.tools.report.reading import locked
+
+
+def sent(run_dir: Path, **tracking: Any) -> Followed:
+    """Follows a run that has ended; returns what the views have done."""
+    views = {"page": False, "images_per_iteration": 3, **tracking}
+    followed = Followed(LoadedRun(run_dir), TrackingConfig.model_validate(views), None)
+    follow.follow_all(followed)
+    return followed
+
+
+def read(run_dir: Path) -> EventAccumulator:
+    keep_all = {"scalars": 0, "images": 0, "tensors": 0}
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=keep_all)
+    events.Reload()
+    return events
+
+
+def text_of(events: EventAccumulator, name: str) -> str:
+    return str(events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode())
+
+
+def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    lines = Lines(file)
+    assert lines.new() == []
+    file.write_text("a\nb\nc")
+    assert lines.new() == [b"a", b"b"]
+    assert lines.new() == []
+    with file.open("a") as stream:
+        stream.write("d\n")
+    assert lines.new() == [b"cd"]
+
+
+def test_a_row_begins_with_the_main_metrics_and_a_damaged_one_is_left_out() -> None:
+    row = row_from(b'{"iteration": 1, "loss/total": null, "reward/mean": 0.25}')
+    assert row is not None and math.isnan(row.pop("loss/total"))
+    assert list(row.items()) == [
+        ("0_main/training_reward", 0.25),
+        ("iteration", 1),
+        ("reward/mean", 0.25),
+    ]
+    assert [row_from(line) for line in (b"", b"damaged", b'{"iteration": "x"}')] == [None] * 3
+
+
+def test_the_table_has_the_first_rank_s_first_episodes(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    of_first = run_dir / "episodes/it_000001.rank0.jsonl"
+    rows = [json.loads(line) | {"rank": 1} for line in of_first.read_text().split("\n")[:-1]]
+    write_lines(run_dir / "episodes/it_000001.rank1.jsonl", rows)
+    Image.new("RGB", (800, 400), "red").save(run_dir / "images/it_000001/rank0_g00_m0.png")
+    table = episode_table(LoadedRun(run_dir), 1, 9)
+    columns = ["source", "target", "rendered", "instruction", "completion", "status", "failure"]
+    columns += ["reward", EVIL, "viescore", "advantage"]
+    assert [list(row) for row in table] == [columns] * 6
+    first, last = list(table[0].values()), list(table[-1].values())
+    assert first[0].size == (16, 16) and first[1] is None and first[2].size == (384, 192)
+    assert first[3:7] == [f"instruction 0 {EVIL}", f"completion {EVIL}", "scored", ""]
+    assert first[7:] == [0.0, 1.0, 0.0, 0.5]
+    assert last[6] == f"no_reply: {EVIL}" and last[7:] == [None, None, None, None]
+    assert len(episode_table(LoadedRun(run_dir), 1, 2)) == 2
+    assert episode_table(LoadedRun(run_dir), 2, 2) == [], "that iteration is not recorded"
+
+
+def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    file = run_dir / "episodes/it_000001.rank0.jsonl"
+    rows = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+    rows[1]["other_source_files"] = [rows[1]["source_file"]] * 2
+    write_lines(file, rows)
+    table = episode_table(LoadedRun(run_dir), 1, 2)
+    assert list(table[0])[:5] == ["source", "source 2", "source 3", "target", "rendered"]
+    assert [[cell is not None for cell in list(row.values())[:4]] for row in table] == [
+        [True, False, False, False],
+        [True, True, True, False],
+    ]
+
+
+def test_a_picture_that_was_deleted_is_shown_small(tmp_path: Path) -> None:
+    """`tracking.keep_images_of_last_n_iterations` deletes pictures, not thumbnails."""
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    file = run_dir / "episodes/it_000001.rank0.jsonl"
+    rows = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+    (run_dir / rows[0]["image_file"]).unlink()
+    rows[0]["thumbnail"] = "thumbnails/it_000001/rank0_g00.webp#xywh=16,0,24,12"
+    sheet = run_dir / "thumbnails/it_000001/rank0_g00.webp"
+    sheet.parent.mkdir(parents=True)
+    Image.new("RGB", (64, 32), "red").save(sheet)
+    write_lines(file, rows)
+    table = episode_table(LoadedRun(run_dir), 1, 1)
+    assert table[0]["rendered"].size == (24, 12)
+
+
+def test_the_last_evaluation_is_compared_with_the_first(tmp_path: Path) -> None:
+    old = [held_out(i, 0.25) for i in range(12)]
+    new = [held_out(i, 0.25 + 0.5 * (i % 2), completion="better") for i in range(11)]
+    new += [held_out(11, None), held_out(99, 1.0)]
+    for iteration, rows, colour in ((0, old, "blue"), (4, new, "red")):
+        folder = write_held_out(tmp_path, iteration, rows)
+        for kind in ("source", "image"):
+            Image.new("RGB", (512, 256), colour).save(folder / f"{kind}.png")
+    compared = before_after(LoadedRun(tmp_path), 4)
+    # Samples 0 to 10: five gain 0.5, six gain nothing; the others were not graded both times.
+    summary = dict(compared.summary)
+    learnt = str(summary.pop("learnt"))
+    assert learnt.startswith("after 4 iterations: held-out reward  0.250 -> 0.477   (+0.227, 95 %")
+    assert learnt.endswith(", 11 samples)")
+    numbers = {"learnt/before": 0.25, "learnt/after": 0.25 + 2.5 / 11, "learnt/gain": 2.5 / 11}
+    assert summary == pytest.approx(numbers)
+    assert len(compared.pictures) == MAX_PICTURES
+    caption, sheet = compared.pictures[1]
+    assert caption == "ask 1 | before (0.25): write 1 | after (0.75): better"
+    assert sheet.size == (3 * 256, 128)
+    colours = [sheet.getpixel((128 + 256 * place, 64)) for place in range(3)]
+    assert colours == [(0, 0, 255), (0, 0, 255), (255, 0, 0)], "source, before, after"
+    assert before_after(LoadedRun(tmp_path), 0) == ([], {})
+    assert before_after(LoadedRun(tmp_path), 3) == ([], {})
+
+
+def test_without_a_first_evaluation_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    write_held_out(tmp_path, 4, [held_out(0, 1.0)])
+    assert before_after(LoadedRun(tmp_path), 4) == ([], {})
+
+
+def test_tensorboard_shows_scalars_pictures_and_the_config(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    assert sent(run_dir, tensorboard=True).complete == {"tensorboard"}
+    events = read(run_dir)
+    points = [(point.step, point.value) for point in events.Scalars("reward/mean")]
+    assert points == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    assert events.Scalars("0_main/training_reward")[0].value == 0.25
+    assert '"run_name": "tiny"' in text_of(events, "config")
+    assert [(p.step, p.height) for p in events.Images("0_main/before_after/0")] == [(4, 16)]
+    assert "after 4 iterations" in text_of(events, "learnt")
+    assert (run_dir / "tensorboard").stat().st_mode & 0o777 == 0o700, "it holds completions"
+
+
+def test_tensorboard_shows_a_repeated_iteration_once(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    sent(run_dir, tensorboard=True)
+    rows = [metrics(iteration) | {"reward/mean": float(iteration)} for iteration in range(6)]
+    write_lines(run_dir / "metrics.jsonl", rows)
+    sent(run_dir, tensorboard=True)
+    points = [(point.step, point.value) for point in read(run_dir).Scalars("reward/mean")]
+    assert points == [(i, float(i)) for i in range(6)]
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+def test_a_view_that_fails_says_so_and_the_others_go_on(
+    tmp_path: Path, fake: _Trackio, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    fake.problem = OSError("disk\nfull")
+    followed = sent(run_dir, tensorboard=True, trackio=True)
+    assert followed.complete == {"tensorboard"}
+    [line] = capfd.readouterr().err.splitlines()
+    assert holds(line, f"WARNING: trackio ... OSError: disk full ... rl follow {run_dir}")
+    assert len(read(run_dir).Scalars("reward/mean")) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")]
+)
+def test_a_package_that_is_missing_is_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    module: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # so that an import raises
+    assert sent(write_run(tmp_path / "run"), **{name: True}).complete == set()
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"WARNING: {name} stopped (" in line
+
+
+class _Trackio(SimpleNamespace):
+    """The interface of trackio 0.43; its rows remain after the end of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.inits: list[dict[str, Any]] = []
+        self.problem: Exception | None = None
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> Any:
+        self.inits.append(arguments)
+        next_step = max((step for step, _ in self.rows), default=-1) + 1
+        return SimpleNamespace(_next_step=next_step, log=self._log, finish=self._finish)
+
+    def _log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if self.problem:
+            raise self.problem
+        self.rows.append((step, dict(metrics)))
+
+    def _finish(self) -> None:
+        self.finished += 1
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> Any:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def Image(self, value: Image.Image) -> Any:
+        return ("picture", value.size)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trackio]:
+    module = _Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", module)  # type: ignore[arg-type]
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    return module
+
+
+def test_trackio_stays_on_this_machine_whatever_the_environment_says(
+    tmp_path: Path,
+    fake: _Trackio,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in follow.REDIRECTS:
+        monkeypatch.setenv(name, "http://somewhere.invalid")
+    run_dir = write_run(tmp_path / "run")
+    sent(run_dir, trackio=True)
+    [arguments] = fake.inits
+    assert (arguments["space_id"], arguments["resume"]) == (None, "allow")
+    assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
+    assert not set(follow.REDIRECTS) & set(os.environ)
+    assert os.environ["TRACKIO_DIR"] == str(run_dir / "trackio")
+    assert capfd.readouterr().err.count("is ignored") == 4
+    assert fake.finished == 1
+    assert [step for step, _ in fake.rows] == [0, 1, 2, 3, 4]
+    row = fake.rows[1][1]
+    assert row["reward/mean"] == 0.25 and len(row["episodes"]) == 3
+    assert row["episodes"][0]["rendered"] == ("picture", (16, 16))
+    assert row["episodes"][0]["completion"].startswith("completion &#60;/script&#62;")
+    sent(run_dir, trackio=True, trackio_space="me/mine")
+    assert fake.inits[1]["space_id"] == "me/mine" and fake.inits[1]["private"]
+
+
+def test_trackio_has_a_repeated_iteration_once(tmp_path: Path, fake: _Trackio) -> None:
+    run_dir = write_run(tmp_path / "run")
+    sent(run_dir, trackio=True)
+    write_episodes(run_dir, 5)
+    write_lines(run_dir / "metrics.jsonl", [metrics(iteration) for iteration in range(6)])
+    sent(run_dir, trackio=True)
+    assert [step for step, _ in fake.rows] == list(range(6))
+    assert "episodes" in fake.rows[5][1]
+
+
+def test_a_service_that_hangs_holds_up_no_other_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Hangs(Trackio):
+        def __init__(self, followed: Followed) -> None:
+            threading.Event().wait()
+
+    monkeypatch.setattr(follow, "Trackio", Hangs)
+    monkeypatch.setattr(follow, "LIMIT_S", 3.0)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda: b"")))
+    views = TrackingConfig(trackio=True, tensorboard=True, page=False)
+    run_dir = write_run(tmp_path / "run")
+    followed = Followed(LoadedRun(run_dir), views, os.getpid())
+    follow.follow_all(followed)
+    assert followed.complete == {"tensorboard"} and followed.failed
+    warning = capfd.readouterr().err
+    assert holds(warning, f"trackio: ... after 3 s; rl follow {run_dir}")
+
+
+def test_a_run_is_followed_by_one_process(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "logs").mkdir()
+    with locked(run_dir / LOCK, 0.0):
+        assert holds(refusal(follow.main, [str(run_dir)]), f"{run_dir} ... another process")
+
+
+@pytest.mark.parametrize(
+    ("configured", "from_env", "allowed"),
+    [
+        ("online", "", "online"),
+        ("online", "offline", "offline"),
+        ("online", "disabled", "off"),
+        ("offline", "online", "offline"),
+        ("offline", "disabled", "off"),
+    ],
+)
+def test_wandb_mode_can_only_lower_the_configured_mode(monkeypatch, configured, from_env, allowed):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if from_env:
+        monkeypatch.setenv("WANDB_MODE", from_env)
+    assert allowed_by_env(configured) == allowed
+
+
+def test_records_are_read_across_blocks_and_up_to_a_cut() -> None:
+    """The file's head of 7 bytes, a record in one piece, one over the first block's end, and one
+    that a kill has cut."""
+
+    def piece(kind: int, data: bytes) -> bytes:
+        return bytes(4) + len(data).to_bytes(2, "little") + bytes([kind]) + data
+
+    whole, long = b"a" * 10, b"b" * 50_000
+    data = bytes(7) + piece(1, whole)
+    room = 32_768 - len(data) - 7
+    data += piece(2, long[:room]) + piece(4, long[room:])
+    assert list(wandb_records(data)) == [whole, long]
+    assert list(wandb_records(data + piece(1, b"c" * 9)[:-3])) == [whole, long]
+    padded = bytes(7) + piece(1, b"d" * (32_768 - 7 - 7 - 5)) + bytes(5) + piece(1, whole)
+    assert list(wandb_records(padded))[1:] == [whole], "too little of the block is left for a head"
