@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     run_dir = write_run(runs / HOSTILE_NAME, name=f"mine {EVIL}")
     other = write_run(runs / f"other {HOSTILE_NAME}")
-    command = [str(run_dir), "--page-only", "--single-file", "--against", str(other)]
+    command = [str(run_dir), "--against", str(other)]
     assert report.main(command) == 0
     return run_dir / "report"
 
@@ -271,7 +271,7 @@ def test_equal_completions_are_one_card_and_other_words_are_marked(
     rows[0] |= {"completion": "paint it red", "instruction": "it's <b>"}
     rows[1] |= {"completion": "paint him red now"}
     write_lines(path, [rows[0]] * 3 + [rows[1]])
-    assert report.main([str(run_dir), "--page-only"]) == 0
+    assert report.main([str(run_dir)]) == 0
     tab = Tab(browser, run_dir / "report/index.html")
     tab.go("#it=1&g=0", ".member svg.crop")
     assert [text.split("adv")[0] for text in tab.texts(".member h3")][:2] == [
@@ -351,38 +351,11 @@ def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
     assert data == ["metrics.js"], "no data of samples either"
 
 
-def test_the_single_file_needs_no_other(browser: Any, folder: Path, tmp_path: Path) -> None:
-    alone = Path(shutil.copy(folder / "report.html", tmp_path / "mailed.html"))
-    tab = Tab(browser, alone)
-    tab.go("#held-out", ".card img")
-    assert tab.texts(".count") == ["5 of 5 samples; 2 gained, 1 lost."]
-    tab.go("#it=4&g=1", ".member img")
-    tab.go("#training", "tbody tr")
-    tab.go("#eval=9&id=s0", "h2")
-    assert [url for url in tab.requests if not url.startswith(("data:", tab.url))] == []
-    assert tab.problems == []
-    tab.page.close()
-
-
-def test_the_pages_that_compare_runs_fit_and_sort(browser: Any, folder: Path) -> None:
-    run_dir = folder.parent
-    assert report.main(["--all", str(run_dir.parent)]) == 0
+def test_the_page_that_compares_runs_fits(browser: Any, folder: Path) -> None:
     for scheme, width in itertools.product(SCHEMES, (1280, 400)):
-        for page in (folder / "compare.html", run_dir.parent / "all_runs.html"):
-            tab = Tab(browser, page, scheme, width)
-            tab.page.goto(tab.url)
-            script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert tab.page.evaluate(script) == 0
-            assert tab.problems == []
-            tab.page.close()
-    tab = Tab(browser, run_dir.parent / "all_runs.html")
-    tab.page.goto(tab.url)
-    names = [tab.page.locator("tbody tr th").all_inner_texts()]
-    for _ in range(2):
-        tab.page.get_by_role("button", name="run").click()
-        names.append(tab.page.locator("tbody tr th").all_inner_texts())
-    assert names[1] == names[2][::-1] and sorted(names[0]) == sorted(names[1])
-    tab.page.get_by_role("searchbox").fill("other")
-    assert tab.page.locator("tbody tr:visible").count() == 1
-    assert tab.page.locator(".count").inner_text() == "1 of 2 runs"
-    tab.page.close()
+        tab = Tab(browser, folder / "compare.html", scheme, width)
+        tab.page.goto(tab.url)
+        script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert tab.page.evaluate(script) == 0
+        assert tab.problems == []
+        tab.page.close()

@@ -1,4 +1,4 @@
-"""`rl report A --against B` and `rl report --all`: the numbers, and what cannot be compared."""
+"""`rl report A --against B`: the numbers, and what cannot be compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tiny_report import held_out, write_held_out, write_lines, write_run
 from rl.files import read_rows
 from rl.tools.commands import report
 from rl.tools.report.compare import by_chance, compare, lines
-from rl.tools.report.page import differing, sparkline
 
 PICTURES = "aabbbcdd"
 """The source picture of each sample: four pictures, shared by 2, 3, 1 and 2 samples."""
@@ -208,22 +207,3 @@ def test_the_page_has_the_numbers_curves_and_pictures_of_all_runs(
     assert [style for *_, style in lines] == ["main", "dash run1", "dot run2"]
     values = [facts["data"]["of"][metric] for metric, *_ in lines]
     assert values[0] == values[2] and any(value is not None for value in values[0])
-
-
-def test_the_table_of_all_runs_has_their_differences(tmp_path: Path, capsys: Any) -> None:
-    for name in ("a", "b", "c & d"):
-        write_run(tmp_path / name, name=name)
-    change_config(tmp_path / "b", seed=7)
-    (tmp_path / "photos").mkdir()
-    assert report.main(["--all", str(tmp_path)]) == 0
-    page = (tmp_path / "all_runs.html").read_text("utf-8")
-    assert page.count("<tr>") == 4 and "seed=7" in page and "c &amp; d" in page
-    assert page.count("seed=") == 1, "the usual value is not a difference"
-    with pytest.raises(SystemExit):  # the run would be ignored
-        report.main(["a", "--all", str(tmp_path)])
-    refused = refusal(report.main, ["--all", str(tmp_path / "photos")])
-    assert holds(refused, "photos: no runs in it")
-    assert holds(refusal(report.main, ["--all", str(tmp_path / "a")]), "a: no runs in it")
-    configs = [{"x": "1", "run_name": n} for n in "ab"] + [{"x": "2", "y": "3"}]
-    assert differing(configs) == [{}, {}, {"x": "2", "y": "3"}]
-    assert sparkline([(0, 0.0), (5, 1.0), (10, 2.0)]) == "0.0,23.0 50.0,1.0 100.0,1.0"

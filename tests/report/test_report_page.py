@@ -1,31 +1,24 @@
-"""`index.html`, the single-file report and their command: content, escaping and hostile input."""
+"""`index.html` and its command: content, escaping and hostile input."""
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import math
 import re
-import shutil
-from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from tiny_messages import holds
-from tiny_report import EVIL, write_evaluation, write_lines, write_run
+from tiny_report import EVIL, write_run
 
 from rl.files import json_line
 from rl.run.metric_table import METRICS, doc_of
 from rl.tools.commands import report
-from rl.tools.report import page as single_file
 from rl.tools.report import reading
-from rl.tools.report.page import MAIN_METRICS, times, value_of, write_page, write_single_file
+from rl.tools.report.page import MAIN_METRICS, times, value_of, write_page
 from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
 from rl.tools.report.summary import alarms, learnt
 
@@ -136,23 +129,22 @@ def edit(run_dir: Path, keeps: object) -> None:
     "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
 )
 def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, name: str) -> None:
-    _, pages = write_page(run_dir)
+    write_page(run_dir)
     path = run_dir / name
     path.rename(tmp_path / "theirs")
     path.symlink_to(tmp_path / "theirs")
     theirs = tmp_path / "theirs"
     before = theirs.stat().st_mtime_ns
     (run_dir / "metrics.jsonl").touch()
-    for write in (write_page, partial(write_single_file, index=pages)):
-        with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
-            write(run_dir)
-    assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
+    with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
+        write_page(run_dir)
+    assert theirs.stat().st_mtime_ns == before
 
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
     with reading.for_one_report(run_dir / "report"):
-        with pytest.raises(ValueError, match="another report"):
+        with pytest.raises(ValueError, match="another process"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()
     write_page(run_dir)
@@ -197,63 +189,6 @@ def test_a_category_may_have_any_name(tmp_path: Path) -> None:
     assert result is not None
     expected = [("held-out reward", 0.5), ("b\\n", 1.0), ("held-out reward", 0.0)]
     assert [(c.name, c.before) for c in result.changes] == expected
-
-
-def embedded_data(page: str) -> Iterator[str]:
-    for script in re.findall(r"<script>\n(page\.data\(.*?)</script>", page, re.DOTALL):
-        yield script.strip() + "\n"
-
-
-@pytest.mark.slow
-def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(single_file, "MAX_BYTES", 1_000_000)
-    draw = np.random.default_rng(0)
-    noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
-    for path in [*run_dir.glob("images/*/*"), *run_dir.glob("evaluation/*/*.png")]:
-        noise.save(path)
-    for iteration in range(5, 14):
-        for kind in ("images/it_{}", "episodes/it_{}.rank0.jsonl"):
-            old = run_dir / kind.format("000004")
-            new = run_dir / kind.format(f"{iteration:06d}")
-            if old.is_dir():
-                shutil.copytree(old, new)
-            else:
-                new.write_text(old.read_text().replace("it_000004", f"it_{iteration:06d}"))
-    assert report.main([str(run_dir), "--page-only", "--single-file"]) == 0
-    output = capsys.readouterr().out
-    page = run_dir / "report/report.html"
-    assert 800_000 < page.stat().st_size <= 1_000_000
-    text = page.read_text("utf-8")
-    num_inside = text.count("data:image/webp;base64,")
-    [(count, left_out)] = re.findall(r"(\d+) thumbnails inside, (\d+) pictures left out", output)
-    assert int(count) == num_inside > 20 and int(left_out) > 0
-    assert f"{left_out} pictures" in text
-    parts = [script.split('"')[1] for script in embedded_data(text)]
-    assert {"eval_000000", "eval_000004", "it_000013", "find_000000"} < set(parts)
-    embedded = {int(name[3:]) for name in parts if name.startswith("it_")}
-    listed = [int(it) for s in embedded_data(text) if '"find_' in s for it in value_of(s)]
-    assert sorted(embedded) == sorted(listed)
-
-
-def test_the_single_file_has_everything_while_there_is_room(run_dir: Path, capsys) -> None:
-    """Also evaluations between the first and the last, and sheets of thumbnails."""
-    write_evaluation(run_dir, 2, [0.5])
-    path = run_dir / "episodes/it_000004.rank0.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    sheet = run_dir / "thumbnails/it_000004/rank0_g00.webp"
-    sheet.parent.mkdir(parents=True)
-    Image.new("RGB", (32, 16)).save(sheet)
-    for row in rows:
-        row |= {"image_file": None, "thumbnail": "thumbnails/it_000004/rank0_g00.webp#xywh=0,0,9,9"}
-    write_lines(path, rows)
-    assert report.main([str(run_dir), "--page-only", "--single-file"]) == 0
-    assert "0 pictures left out" in capsys.readouterr().out
-    text = (run_dir / "report/report.html").read_text("utf-8")
-    parts = {script.split('"')[1] for script in embedded_data(text)}
-    assert parts >= {f"eval_{it:06d}" for it in (0, 2, 4)} | {f"it_{it:06d}" for it in range(1, 5)}
-    content = base64.b64encode(sheet.read_bytes()).decode()
-    place = '"../thumbnails/it_000004/rank0_g00.webp"'
-    assert f'{place}:"data:image/webp;base64,{content}"' in text
 
 
 def test_every_curve_has_a_meaning() -> None:

@@ -3,25 +3,20 @@
     rl report runs/my-run
     rl report configs/quickstart.jsonnet run_name=second
     rl report runs/my-run --against runs/control runs/other
-    rl report --all runs/
 
 RUN is a run folder, or the config that the run was started with. --against prints the
 paired differences on the held-out samples and writes report/compare.html; controls
-among them (algorithm.shuffle_rewards) show what chance does. --all writes a table of
-all runs of a folder.
+among them (algorithm.shuffle_rewards) show what chance does.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rl import printing
-from rl.record.run_summary import RUNS_VARIABLE
 from rl.tools.report.compare import by_chance, compare, lines, write_comparison
-from rl.tools.report.page import write_all_runs, write_page, write_single_file
+from rl.tools.report.page import write_page
 from rl.tools.report.reading import (
     BusyError,
     find_run,
@@ -38,47 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is nothing to report."""
     printing.guard()
     parser = printing.Parser("rl report", f"{__doc__}{printing.KEY_VALUE}")
-    parser.add_argument("run", nargs="?", help="run folder, or config")
+    parser.add_argument("run", help="run folder, or config")
     parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
-    parser.add_argument(
-        "--all",
-        metavar="FOLDER",
-        nargs="?",
-        const=os.environ.get(RUNS_VARIABLE) or "runs",
-        help="write the table of the runs in FOLDER; default: runs/",
-    )
-    parser.add_argument(
-        "--single-file",
-        action="store_true",
-        help="also write report/report.html, for a mail: at most 5 MB, with thumbnails",
-    )
-    parser.add_argument("--page-only", action="store_true", help="write only the page: no summary")
     args = parser.parse_intermixed_args(argv)
-    if args.all is not None:
-        if args.run or args.against or args.single_file or args.page_only:
-            parser.error("--all only takes a folder: leave out RUN and all other options")
-        print(f"page: {write_all_runs(Path(args.all))}")
-        return 0
-    if args.run is None:
-        parser.error("name a run folder, or --all")
     try:
         run_dir = find_run(args.run, args.overrides)
         results = [compare(run_dir, find_run(other)) for other in args.against]
-        if not args.page_only:
-            metrics = read_named(run_dir / "metrics.jsonl", "iteration")
-            control = is_control(read_config(run_dir))
-            _show(summary(metrics, read_evaluations(run_dir), control))
+        metrics = read_named(run_dir / "metrics.jsonl", "iteration")
+        control = is_control(read_config(run_dir))
+        _show(summary(metrics, read_evaluations(run_dir), control))
         page, index = write_page(run_dir)
         print(f"  page: {page} ({index.num_written} of its data pages are new)")
-        for result in results if not args.page_only else ():
+        for result in results:
             if not result.is_only_chance:
                 _show(lines(run_dir.resolve().name, result))
         if results:
             _show([f"  {INTERVAL}", *by_chance(run_dir, results)])
             print(f"  page: {write_comparison(run_dir, results)}")
-        if args.single_file:
-            print(f"  {write_single_file(run_dir, index)}")
     except BusyError as error:
         printing.complain(str(error))
         return 1

@@ -1,35 +1,27 @@
-"""Writes the page of a run, of a comparison, of a folder of runs; also as a single file."""
+"""Writes the page of a run."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cache, partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 from jinja2 import Template
 from markupsafe import Markup
-from PIL.Image import DecompressionBombError
 from pydantic import BaseModel, StringConstraints
 
 from rl.config.loading import read_bytes
-from rl.files import open_picture, read_rows, write_atomically
+from rl.files import read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
-from rl.record.run_summary import Summary, folders, summarise
 from rl.tools.report.reading import (
     CURVES,
     LEVELS,
-    MAX_POINTS,
     WHOLE,
     Curve,
     Evaluation,
@@ -47,7 +39,6 @@ from rl.tools.report.reading import (
     named_rows,
     part_names,
     picture,
-    picture_of,
     points,
     read_config,
     read_evaluations,
@@ -328,33 +319,28 @@ def write_page(run_dir: Path) -> tuple[Path, PageIndex]:
     return folder / "index.html", index
 
 
-def rendered(
-    run_dir: Path, index: PageIndex, embedded: Sequence[Markup] = (), note: str = ""
-) -> str:
-    """The page's HTML. `embedded`: scripts of data pages; `note`: shown at the top."""
+def rendered(run_dir: Path, index: PageIndex) -> str:
+    """The page's HTML."""
     metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")
     config = read_config(run_dir)
     num_damaged = dict(index.damaged)
     if damaged:
         num_damaged["metrics.jsonl"] = len(damaged)
     evaluations = read_evaluations(run_dir)
-    facts = _facts(run_dir, config, index, bool(embedded))
+    facts = _facts(run_dir, config, index)
     page = template("index.html.j2").render(
         name=str(config.get("run_name") or run_dir.resolve().name),
-        note=note,
         progress=_progress(metrics, config, index),
         learnt=learnt(evaluations),
         interval=INTERVAL,
         context=context(metrics),
         alarms=alarms(metrics, config, num_damaged),
         has_metrics=any(len(row) > 1 for row in metrics),
-        alone=bool(embedded),
         times=times(metrics),
         settings=flat(config),
         sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
         facts=Markup(literal(facts | {"first": first_drawn(evaluations)})),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
-        embedded=embedded,
     )
     return without_lone_surrogates(page)
 
@@ -375,10 +361,8 @@ def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
     return data | {"histograms": index.histograms}
 
 
-def _facts(
-    run_dir: Path, config: Mapping[str, Any], index: PageIndex, is_alone: bool
-) -> dict[str, Any]:
-    """Data for the page's scripts. `is_alone`: the page has no data files beside it."""
+def _facts(run_dir: Path, config: Mapping[str, Any], index: PageIndex) -> dict[str, Any]:
+    """Data for the page's scripts."""
     sets = [
         {
             "page": f"eval_{it:06d}",
@@ -389,7 +373,6 @@ def _facts(
         for it, num_files in index.evaluations
     ]
     return {
-        "alone": is_alone,
         "iterations": [it for it, _ in index.iterations],
         "groups": [num for _, num in index.iterations],
         "chunks": sorted({iteration // CHUNK for iteration, _ in index.iterations}),
@@ -481,199 +464,3 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             found[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
     return found
-
-
-# ---- single file ---------------------------------------------------------------------------------
-# Writes `<run>/report/report.html`: the page as one file of at most 5 MB.
-
-MAX_BYTES = 5_000_000
-_TABLES = 0.4
-"""Share of the available bytes that data pages may take; pictures get the rest."""
-_AROUND = 30
-"""Bytes of markup around a data page or a picture."""
-_SIDE_PX = 160
-_QUALITY = 70
-
-
-def write_single_file(run_dir: Path, index: PageIndex) -> str:
-    """Write the file from the existing data pages. Returns a message for the user."""
-    folder = run_dir / "report"
-    with for_one_report(folder):
-        page, note = _page(run_dir, index)
-        write_atomically(folder / "report.html", page)
-    size = f"{len(page.encode()) / 1e6:.1f} MB"
-    return f"one file: {folder / 'report.html'} ({size}, {note})"
-
-
-def _page(run_dir: Path, index: PageIndex) -> tuple[str, str]:
-    """(HTML with as much of the run as fits, a note on how many pictures it holds)."""
-    folder = run_dir / "report" / "data"
-    smallest = len(rendered(run_dir, index, [Markup()], "x" * 400).encode())
-    max_bytes = MAX_BYTES - smallest - 20_000
-    evaluations = [f"eval_{it:06d}" for it, _ in index.evaluations]
-    iterations = [f"it_{it:06d}" for it, _ in reversed(index.iterations)]
-    names = [*evaluations[:1], *evaluations[1:][-1:], *iterations, *evaluations[1:-1][::-1]]
-    # First as many tables as leave room for pictures, then what is left, one by one.
-    rounds = [(names, _TABLES * max_bytes), *(([name], max_bytes) for name in names)]
-    inside: dict[str, Any] = {"metrics": _read(folder, "metrics")}
-    lists: dict[str, dict[str, Any]] = {}
-    """Name of a page for the list of groups -> its rows by iteration."""
-    pictures: dict[str, str] = {}
-    left_out: set[str] = set()
-    used_bytes: float = _size(inside)
-    for in_round, limit in rounds:
-        if used_bytes > 0.99 * max_bytes:
-            break
-        sources: dict[str, None] = {}
-        """Pictures, by their paths relative to the page."""
-        for name in in_round:
-            if name in inside:
-                continue
-            pages, (listing, rows) = _pages(folder, name), _listed(folder, name)
-            if used_bytes + (size := _size(pages | rows)) > limit:
-                continue
-            used_bytes += size
-            inside |= pages
-            lists[listing] = lists.get(listing, {}) | rows
-            is_iteration = name.startswith("it_")
-            base = "../" if is_iteration else f"../evaluation/{name.replace('eval', 'it')}/"
-            sources |= dict.fromkeys(_pictures((pages | rows).values(), base))
-        for source in [source for source in sources if source not in pictures]:
-            file = picture_of(run_dir, source.removeprefix("../"))
-            data_url = thumbnail(run_dir / file) if file else None
-            size = len(data_url or "") + len(source) + _AROUND
-            if data_url is None or used_bytes + size > max_bytes:
-                left_out.add(source)
-                continue
-            used_bytes += size
-            pictures[source] = data_url
-    num_evaluations, num_iterations = (
-        sum(name in inside for name in each) for each in (evaluations, iterations)
-    )
-    note = (
-        f"A single file, small enough for a mail: it holds {num_evaluations} of "
-        f"{len(evaluations)} held-out evaluations, {num_iterations} of {len(iterations)} training "
-        f"iterations, and {len(pictures)} thumbnails; {len(left_out)} pictures of these did not "
-        "fit. The report in the run folder has everything."
-    )
-    scripts = [call(name, value) for name, value in (inside | lists).items() if name]
-    scripts.append(f"page.pictures = {literal(pictures)};")
-    # Our own scripts, whose data `literal` has escaped.
-    page = rendered(run_dir, index, list(map(Markup, scripts)), note)  # nosec B704
-    return page, f"{len(pictures)} thumbnails inside, {len(left_out)} pictures left out"
-
-
-def _listed(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
-    """(name of the page for the list of groups, iteration -> its rows there) of the data page
-    `name`; ('', {}) if that is an evaluation."""
-    kind, _, number = name.partition("_")
-    if kind != "it":
-        return "", {}
-    page, iteration = f"find_{int(number) // CHUNK:06d}", str(int(number))
-    return page, {iteration: _read(folder, page)[iteration]}
-
-
-def _pages(folder: Path, name: str) -> dict[str, Any]:
-    """The data page `name` and the pages that continue its rows."""
-    first = _read(folder, name)
-    others = [f"{name}_{number}" for number in range(2, len(first["starts"]) + 1)]
-    return {name: first, **{other: _read(folder, other) for other in others}}
-
-
-def _read(folder: Path, name: str) -> Any:
-    return value_of(read_bytes(folder / f"{name}.js").decode())
-
-
-def _size(pages: Mapping[str, Any]) -> int:
-    """Size of the pages' scripts in bytes."""
-    return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
-
-
-def _pictures(pages: Iterable[Any], base: str) -> Iterator[str]:
-    """Picture paths of groups or held-out samples; `base`: the folder they are relative to."""
-    for page in pages:
-        for row in page["rows"]:
-            if isinstance(row, list):  # in the list of groups
-                row = {"src": None, "of": [{"img": file} for file in row[-1]], "bare": None}
-            files = [row["src"], *row.get("others", []), row.get("goal"), row.get("bimg")]
-            members = [*row["of"], row["bare"]] if "of" in row else [row]
-            files += [one["img"] for one in members if one]
-            yield from (f"{base}{file.partition('#')[0]}" for file in files if file)
-            if row.get("simg"):
-                yield f"../stock/{row['simg']}"
-
-
-def thumbnail(path: Path) -> str | None:
-    """A picture as a `data:` URL; None if it cannot be read. A sheet of thumbnails stays as it is,
-    because its parts are named by their pixels."""
-    try:
-        if path.suffix == ".webp":
-            return "data:image/webp;base64," + base64.b64encode(read_bytes(path)).decode()
-        with open_picture(path) as image:
-            small = image.convert("RGB")
-            small.thumbnail((_SIDE_PX, _SIDE_PX))
-    except (OSError, ValueError, DecompressionBombError):
-        return None
-    encoded = io.BytesIO()
-    small.save(encoded, "WEBP", quality=_QUALITY)
-    return "data:image/webp;base64," + base64.b64encode(encoded.getvalue()).decode()
-
-
-# ---- all runs ------------------------------------------------------------------------------------
-# Writes `<folder>/all_runs.html`, a table of the folder's runs to sort and filter.
-
-COLUMNS = {"eval/reward": "held-out", "reward/mean": "training"}
-
-
-def write_all_runs(folder: Path) -> Path:
-    """Write the page; returns its path. Raises ValueError if `folder` holds no run."""
-    found = [summarise(path) for path in folders(folder)] if folder.is_dir() else []
-    runs = [run for run in found if not run.problem and run.path != folder]
-    if not runs:
-        raise ValueError(f"{folder}: no runs in it; name the folder that holds the run folders")
-    configs = [flat(read_config(run.path)) for run in runs]
-    page = template("all_runs.html.j2").render(
-        folder=str(folder),
-        runs=list(map(_row, runs, differing(configs))),
-        curves=COLUMNS,
-        css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
-        script=Markup((PAGE_FOLDER / "all_runs.js").read_text("utf-8")),  # nosec B704
-    )
-    write_atomically(folder / "all_runs.html", without_lone_surrogates(page))
-    return folder / "all_runs.html"
-
-
-def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """For each config, its values that are not the most frequent ones; '-': it lacks the key."""
-    unlike: list[dict[str, str]] = [{} for _ in configs]
-    for key in sorted({key for config in configs for key in config} - {*NAMING}):
-        values = [config.get(key, "-") for config in configs]
-        usual = Counter(values).most_common(1)[0][0]
-        for found, value in zip(unlike, values, strict=True):
-            if value != usual:
-                found[key] = value
-    return unlike
-
-
-def _row(run: Summary, settings: Mapping[str, str]) -> dict[str, Any]:
-    metrics, _ = named_rows(run.path / "metrics.jsonl", "iteration")
-    page = run.path / "report" / "index.html"
-    return {
-        "run": run,
-        "link": quote(f"{run.path.name}/report/index.html") if page.is_file() else None,
-        "written": f"{datetime.fromtimestamp(run.written_s):%Y-%m-%d %H:%M}",
-        "sparklines": [sparkline(points(metrics, name)) for name in COLUMNS],
-        "settings": settings,
-    }
-
-
-def sparkline(series: list[tuple[float, float]]) -> str:
-    """`points` of an SVG polyline in a box of 100 x 24; rewards are 0 to 1."""
-    if not series:
-        return ""
-    series = [*series[: -1 : 1 + len(series) // MAX_POINTS], series[-1]]
-    first, last = series[0][0], series[-1][0]
-    return " ".join(
-        f"{100 * (x - first) / ((last - first) or 1):.1f},{23 - 22 * min(1, max(0, y)):.1f}"
-        for x, y in series
-    )

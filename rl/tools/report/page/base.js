@@ -1,6 +1,5 @@
 // Helpers of all views: elements with text (never markup), data pages, pictures, numbers.
 page.loaded = new Map();
-page.pictures = {};
 
 // Called by each data page. (`page.facts` is in the page itself, from `rl/tools/report/page.py`.)
 page.data = (name, value) => page.loaded.set(name, value);
@@ -8,7 +7,6 @@ page.data = (name, value) => page.loaded.set(name, value);
 // Loads a data page with a classic script: a page opened from disk can neither fetch nor import.
 page.load = (name) => {
   if (page.loaded.has(name)) return Promise.resolve(page.loaded.get(name));
-  if (page.facts.alone) return Promise.resolve(null);
   return new Promise((resolve) => {
     const script = document.createElement("script");
     script.src = `data/${name}.js`;
@@ -70,9 +68,7 @@ page.part = (url, [x, y, width, height], alt) => {
 // are enlarged without smoothing.
 page.image = (src, alt) => {
   if (src === null || src === undefined) return page.el("div", {class: "gone"}, "no picture on record");
-  const [file, box] = src.split("#xywh=");
-  const url = page.facts.alone ? page.pictures[file] : file;
-  if (!url) return page.el("div", {class: "gone"}, "left out of this file");
+  const [url, box] = src.split("#xywh=");
   if (box) return page.part(url, box.split(",").map(Number), alt);
   const image = page.el("img", {loading: "lazy", decoding: "async", alt});
   image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 256));
@@ -229,8 +225,7 @@ page.record = (row, parts) => Object.fromEntries(Object.entries(row).map(([key, 
 page.about = (row, parts, command, files) => {
   const details = page.el("details", {}, page.el("summary", {}, "Files, command, JSON"));
   details.addEventListener("toggle", () => details.append(...[
-    ...(page.facts.alone ? [] : [page.el("p", {class: "links"}, files.map(([path, name]) =>
-      page.el("a", {href: path}, name)))]),
+    page.el("p", {class: "links"}, files.map(([path, name]) => page.el("a", {href: path}, name))),
     command === null ? null : page.copyable(command), page.copyable(JSON.stringify(page.record(row, parts), null, 1), "pre")].filter(Boolean)), {once: true});
   return details;
 };

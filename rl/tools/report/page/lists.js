@@ -233,8 +233,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
       spread: [(one) => one.spread, -1], even: [(one) => one.spread, 1],
       high: [(one) => one.mean, -1], low: [(one) => one.mean, 1]};
     matching.sort(by(...(orders[state.sort ?? ""] ?? orders[""])));
-    count.textContent = `${matching.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} groups` +
-      (page.facts.alone ? "; only groups whose samples are in this file." : ".");
+    count.textContent = `${matching.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} groups.`;
     const start = pager(section.querySelector(".pager"), state, matching.length, ROWS, redraw);
     page.order = matching.map((one) => `#it=${one.it}&g=${one.g}`);
     const head = [["Iteration", "n"], ["Pictures", "thumbs"], ["Instruction", "what"], ["Category", "wider"], ["Mean", "n"],

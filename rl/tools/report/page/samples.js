@@ -118,8 +118,7 @@
     const start = data ? data.starts.findLast((first) => first <= g) : 0;
     const group = data?.rows[g - start];
     if (!group) {
-      section().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`,
-        page.facts.alone ? "is not in this file; the report beside the run has it." : "is not on record."));
+      section().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`, "is not on record."));
       return;
     }
     const sources = page.sources("../", group);
@@ -165,8 +164,7 @@
       [link(evaluation?.rows[index - 1]), link(evaluation?.rows[index + 1])],
       `${index + 1} of ${evaluation?.rows.length}`);
     if (!row) {
-      section().replaceChildren(top, ...title(state.id, page.facts.alone
-        ? "is not in this file; the report beside the run has it." : "is not on record."));
+      section().replaceChildren(top, ...title(state.id, "is not on record."));
       return;
     }
     const old = (other && await page.evaluation(other))?.rows.find((one) => one.id === row.id);

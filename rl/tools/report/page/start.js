@@ -67,7 +67,5 @@
   // On a narrow screen the content comes first.
   if (innerWidth <= 640) for (const form of document.querySelectorAll("form, .parts")) form.parentNode.open = false;
   window.addEventListener("hashchange", show);
-  // Data pages embedded in this file come after this script.
-  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", show);
-  else show();
+  show();
 }
