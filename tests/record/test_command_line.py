@@ -119,7 +119,7 @@ def test_what_may_be_left_out_is_neither_demanded_nor_guessed(
         (launch, ["--check"], "rl check: a config is missing, for example: rl check configs/"),
         (launch, ["--smok", "c"], "unrecognized arguments: --smok; did you mean '--smoke'?\n"),
         (edit, ["--only-words"], "rl enhance: the following arguments are required: --run"),
-        (report, ["--agains"], "did you mean '--against'?\n"),
+        (report, ["x", "--agains", "y"], "did you mean '--against'?\n"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
