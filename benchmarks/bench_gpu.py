@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from rl import printing
-from rl.tools.check_gpu import steps
-from rl.tools.check_gpu.steps import ALONE, Step
+from rl.tools import gpu_checks
+from rl.tools.gpu_checks import ALONE, Step
 
 
 def _case(name: str, function: str, limit_s: float, *arguments: str, package: str = "") -> Step:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     printing.guard()
     parser = printing.Parser("rl bench-gpu", __doc__)
-    steps.add_options(parser, "cases", CASES, 1200)
-    return steps.run_all(parser, parser.parse_args(argv), CASES, all_good="DONE")
+    gpu_checks.add_options(parser, "cases", CASES, 1200)
+    return gpu_checks.run_all(parser, parser.parse_args(argv), CASES, all_good="DONE")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ from rl.learner.learner import (
 from rl.renderers import qwen_image_loop
 from rl.renderers.qwen_image_loop import EditorParts
 from rl.run.set_up import open_run
-from rl.tools.check_gpu.gpu_machine import SHOWN
-from rl.tools.check_gpu.gpu_steps import move
-from rl.tools.check_gpu.lines import Line, Setup, measured, result, skipped
+from rl.tools.commands.check_gpu import SHOWN
+from rl.tools.gpu_checks import Line, Setup, measured, result, skipped
+from rl.tools.gpu_steps import move
 from rl.train import sampling_params, train
 
 NUM_ITERATIONS = 2

@@ -22,8 +22,8 @@ from rl import build
 from rl.check import memory_plan
 from rl.config.schema import load_config
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.tools.check_gpu.gpu_steps import Forward, edit_step, small_parts, step_21
-from rl.tools.check_gpu.lines import Line, Setup, result
+from rl.tools.gpu_checks import Line, Setup, result
+from rl.tools.gpu_steps import Forward, edit_step, small_parts, step_21
 
 MAX_RATIO = 1.1
 """Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""

@@ -21,7 +21,7 @@ from rl.policies.attention import register
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image_config import MODULATIONS
 from rl.renderers.qwen_image_loop import EditorParts, FrameVae
-from rl.tools.check_gpu.lines import Setup
+from rl.tools.gpu_checks import Setup
 
 MAX_PICTURE_PX = 12_845_056
 """Qwen2.5-VL's `max_pixels`, which does not shrink 1024 x 1024 px: that picture has 1369 tokens."""

@@ -23,10 +23,10 @@ from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.meter import prefix_tree_pairs
-from rl.policies.model_loading import adapt
+from rl.policies.policy_base import adapt
 from rl.policies.qwen_vl import Config as PolicyConfig
 from rl.policies.trained_module import token_logprobs
-from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
+from rl.tools.gpu_checks import Line, Setup, measured, skipped
 
 NUM_ITERATIONS = 10**6
 """Length of the learning rate's schedule: so long that the rate stays constant."""

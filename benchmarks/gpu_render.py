@@ -22,8 +22,8 @@ from benchmarks.stock import StockDenoiser, StockVae
 from rl.renderers.qwen_image_config import PATCH_PX
 from rl.renderers.qwen_image_denoiser import Denoiser, StepModulation, attention, build_table
 from rl.renderers.qwen_image_loop import FrameVae
-from rl.tools.check_gpu.gpu_steps import relative_error
-from rl.tools.check_gpu.lines import Line, Setup, measured, skipped
+from rl.tools.gpu_checks import Line, Setup, measured, skipped
+from rl.tools.gpu_steps import relative_error
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0

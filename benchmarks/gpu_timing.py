@@ -14,7 +14,7 @@ import torch
 
 from rl.meter import measure_flops_per_s, take_peak_memory_gb
 from rl.ranks.dist import Dist
-from rl.tools.check_gpu.lines import Line, Setup, measured, result
+from rl.tools.gpu_checks import Line, Setup, measured, result
 
 if TYPE_CHECKING:
     from benchmarks.gpu_models import Size

@@ -20,7 +20,8 @@ import torch
 
 from rl.algorithm.attention_kernels import VARLEN
 from rl.policies.attention import Packing, attention
-from rl.tools.check_gpu import gpu_machine, gpu_steps
+from rl.tools import gpu_steps
+from rl.tools.commands import check_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
@@ -235,5 +236,5 @@ def test_the_gpus_attention_runs_on_meta_tensors(heads: tuple[int, int, int]) ->
 
 def test_the_pinned_versions_are_among_those_that_were_tried() -> None:
     pinned = (ROOT / "pyproject.toml").read_text()
-    for package, versions in gpu_machine.TRIED.items():
+    for package, versions in check_gpu.TRIED.items():
         assert f'"{package}=={versions[0]}"' in pinned

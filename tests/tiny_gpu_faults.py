@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rl.tools.check_gpu.lines import Line, Setup, measured, result
+from rl.tools.gpu_checks import Line, Setup, measured, result
 
 NEVER_JOINS = """
 import time
@@ -46,7 +46,7 @@ def noisy(setup: Setup) -> Iterator[Line]:
 
 def wrong_kernel(setup: Setup) -> Iterator[Line]:
     from rl.algorithm import attention_kernels
-    from rl.tools.check_gpu import gpu_steps
+    from rl.tools import gpu_steps
 
     def forward(*tensors: Any) -> Any:
         out, lse = attention_kernels.CPU.forward(*tensors)
@@ -61,7 +61,7 @@ def wrong_kernel(setup: Setup) -> Iterator[Line]:
 
 def dead_sync(setup: Setup) -> Iterator[Line]:
     from rl.engines.vllm import VllmEngine
-    from rl.tools.check_gpu import gpu_steps
+    from rl.tools import gpu_steps
 
     with mock.patch.object(VllmEngine, "load_weights", lambda engine, weights: None):
         yield next(
@@ -72,24 +72,24 @@ def dead_sync(setup: Setup) -> Iterator[Line]:
 
 
 def rank_that_never_joins(setup: Setup) -> Iterator[Line]:
-    from rl.tools.check_gpu import gpu_machine
+    from rl.tools.commands import check_gpu
 
     script = Path(setup.folder, "never_joins.py")
     script.write_text(NEVER_JOINS)
-    yield from gpu_machine.collectives(setup, script)
+    yield from check_gpu.collectives(setup, script)
 
 
 def loop_that_cannot_resume(setup: Setup) -> Iterator[Line]:
     """Its second start has another learning rule, which a run may not change."""
-    from rl.tools.check_gpu import gpu_machine
+    from rl.tools.commands import check_gpu
 
-    start, more = gpu_machine._start, [[], ["policy.lora.r=4"]]
+    start, more = check_gpu._start, [[], ["policy.lora.r=4"]]
 
     def start_another(command: list[str], log: Any) -> Any:
         return start([*command, *more.pop(0)], log)
 
-    with mock.patch.object(gpu_machine, "_start", start_another):
-        yield from gpu_machine.loop(setup, "quickstart", "engine.type=transformers")
+    with mock.patch.object(check_gpu, "_start", start_another):
+        yield from check_gpu.loop(setup, "quickstart", "engine.type=transformers")
 
 
 def with_a_grandchild(setup: Setup) -> Iterator[Line]:

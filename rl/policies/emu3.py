@@ -32,8 +32,14 @@ from rl.api.types import (
 )
 from rl.config.schema import MAX_TOKENS, RunConfig
 from rl.policies import prompting
-from rl.policies.model_loading import TEXT_FILES, folder_here, link_files, local_folder
-from rl.policies.policy_base import TrainedPolicy, TrainedPolicyConfig
+from rl.policies.policy_base import (
+    TEXT_FILES,
+    TrainedPolicy,
+    TrainedPolicyConfig,
+    folder_here,
+    link_files,
+    local_folder,
+)
 from rl.progress import weights_counted
 
 if TYPE_CHECKING:

@@ -25,9 +25,14 @@ from rl.api.types import (
 )
 from rl.model_files import Base
 from rl.policies import prompting, qwen_vl_prompts
-from rl.policies.model_loading import TEXT_FILES, link_files, load_tokenizer, local_folder
 from rl.policies.packing import completion_spans
-from rl.policies.policy_base import TrainedPolicy
+from rl.policies.policy_base import (
+    TEXT_FILES,
+    TrainedPolicy,
+    link_files,
+    load_tokenizer,
+    local_folder,
+)
 from rl.policies.qwen_vl_prompts import (
     FILES,
     Config,

@@ -29,8 +29,7 @@ from rl.api.types import (
 from rl.config.schema import MAX_COUNT
 from rl.files import read_object
 from rl.policies import prompting
-from rl.policies.model_loading import folder_here, load_tokenizer
-from rl.policies.policy_base import TrainedPolicyConfig
+from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
 from rl.progress import weights_counted
 from rl.ranks.dist import calls_in_step
 

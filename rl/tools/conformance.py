@@ -28,8 +28,8 @@ from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner, SyncError, sync
 from rl.ranks.dist import Dist
-from rl.tools.check_gpu.gpu_steps import move
-from rl.tools.check_gpu.lines import Line, result, skipped
+from rl.tools.gpu_checks import Line, result, skipped
+from rl.tools.gpu_steps import move
 
 ENGINE_CONFIG = "configs/quickstart.jsonnet"
 """Its policy samples with an engine that is tested without a config."""

@@ -17,8 +17,8 @@ from rl.policies.qwen_vl import load_tokenizer
 from rl.policies.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.tools.check_gpu import gpu_steps
-from rl.tools.check_gpu.lines import Setup
+from rl.tools import gpu_steps
+from rl.tools.gpu_checks import Setup
 
 pytestmark = pytest.mark.slow
 

@@ -25,10 +25,9 @@ from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
 from rl.config.schema import load_config
 from rl.ranks.dist import Machine
-from rl.tools.check_gpu import gpu_machine, steps
-from rl.tools.check_gpu.lines import Line, Setup, result, shareable
-from rl.tools.check_gpu.steps import Step
+from rl.tools import gpu_checks
 from rl.tools.commands import check_gpu
+from rl.tools.gpu_checks import Line, Setup, Step, result, shareable
 
 TESTS = Path(__file__).resolve().parents[1]
 H100 = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 12"
@@ -84,7 +83,7 @@ def test_gpus_by_nvidia_smi(smi: Smi, gpu: str, processes: str, parts: str) -> N
     smi(gpu, processes=processes)
     found, why = this_machine.gpus()
     assert not why
-    lines = [*gpu_machine.driver(found), gpu_machine.gpu_memory(found[0])]
+    lines = [*check_gpu.driver(found), check_gpu.gpu_memory(found[0])]
     assert holds(told(*lines), parts)
 
 
@@ -107,26 +106,26 @@ def test_only_visible_gpus_are_looked_at(smi: Smi, monkeypatch: pytest.MonkeyPat
 def test_an_old_driver(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(H100.replace("580.65.06", "535.1"))
     monkeypatch.setattr(this_machine, "version", lambda name: "2.13.0")
-    [line] = gpu_machine.driver(this_machine.gpus()[0])
+    [line] = check_gpu.driver(this_machine.gpus()[0])
     assert holds(told(line), "FAIL ... 535.1 ... fix: ... 580")
 
 
 def test_no_compiler(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(H100)
-    monkeypatch.setattr(gpu_machine, "pytorch", lambda num_gpus: [])
-    lines = told(*gpu_machine.machine(Setup(".", ".")))
+    monkeypatch.setattr(check_gpu, "pytorch", lambda num_gpus: [])
+    lines = told(*check_gpu.machine(Setup(".", ".")))
     assert holds(lines, "FAIL ... compiler ... gcc, clang ... fix: apt install build-ess")
-    assert holds(told(*gpu_machine.machine(Setup(".", ".", tiny=True))), "SKIPPED ... compiler")
+    assert holds(told(*check_gpu.machine(Setup(".", ".", tiny=True))), "SKIPPED ... compiler")
 
 
 def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     full = SimpleNamespace(total=64e6, free=64e6)
     monkeypatch.setattr("shutil.disk_usage", lambda place: full)
-    lines = told(*gpu_machine.machine(Setup(".", ".", tiny=True, num_gpus=2)))
+    lines = told(*check_gpu.machine(Setup(".", ".", tiny=True, num_gpus=2)))
     shared = "FAIL ... /dev/shm: ... 0.064 GB ... fix: ... --shm-size"
     assert holds(lines, f"{shared} ... FAIL ... disk: 0.064 GB ... fix: make room, or set TMPDIR")
     assert holds(
-        told(*gpu_machine.machine(Setup(".", ".", tiny=True, num_gpus=1))), "PASS ... /dev/shm"
+        told(*check_gpu.machine(Setup(".", ".", tiny=True, num_gpus=1))), "PASS ... /dev/shm"
     )
 
 
@@ -139,7 +138,7 @@ def test_versions_that_were_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         return found[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    torch, transformers = gpu_machine.versions()
+    torch, transformers = check_gpu.versions()
     assert holds(told(torch), "PASS ... torch: 2.11.0+cu130; tried: 2.13.0, 2.11.0")
     fix = "FAIL ... transformers: 5.17.0 ... fix: pip install transformers==5.19.0"
     assert holds(told(transformers), fix)
@@ -151,11 +150,11 @@ def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(check_report, "machine_problems", lambda *_, **more: [])
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 48.0)
     setup = Setup(".", ".", num_gpus=8, gpu_gb=80.0, config="configs/qwen_image_edit.jsonnet")
-    [line] = gpu_machine.config_lines(setup)
+    [line] = check_gpu.config_lines(setup)
     assert holds(told(line), "FAIL ... config: host memory ... has 48.0 ... fix: ")
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 2000.0)
-    assert holds(told(*gpu_machine.config_lines(setup)), "PASS ... config: fits")
-    [line] = gpu_machine.config_lines(replace(setup, config="configs/nothing.jsonnet"))
+    assert holds(told(*check_gpu.config_lines(setup)), "PASS ... config: fits")
+    [line] = check_gpu.config_lines(replace(setup, config="configs/nothing.jsonnet"))
     assert line.status == "FAIL"
 
 
@@ -173,8 +172,8 @@ def step(function: str, limit_s: float = 600.0, name: str = "planted", **more: A
 
 def lines_of(function: str, folder: Path, limit_s: float = 600.0) -> list[Line]:
     setup = setup_in(folder)
-    [(name, _)] = steps.run([step(function, limit_s)], setup, 600)
-    return steps.results(setup, name)
+    [(name, _)] = gpu_checks.run([step(function, limit_s)], setup, 600)
+    return gpu_checks.results(setup, name)
 
 
 @pytest.fixture(autouse=True)
@@ -205,26 +204,26 @@ def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
 def test_the_deadline_ends_a_step_and_starts_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "MIN_START_S", 2.0)
+    monkeypatch.setattr(gpu_checks, "MIN_START_S", 2.0)
     setup, start_s = setup_in(tmp_path), time.monotonic()
     functions = {"first": "quick", "long": "hanging", "never": "quick"}
-    alone = [step(function, name=n, gb=steps.ALONE) for n, function in functions.items()]
+    alone = [step(function, name=n, gb=gpu_checks.ALONE) for n, function in functions.items()]
     # On a CPU steps run side by side even so; with a GPU each of these waits for the one before.
-    list(steps.run(alone, replace(setup, tiny=False), 5.0))
+    list(gpu_checks.run(alone, replace(setup, tiny=False), 5.0))
     assert 5 <= time.monotonic() - start_s < 9
-    first, long, never = (steps.results(setup, name) for name in ("first", "long", "never"))
+    first, long, never = (gpu_checks.results(setup, name) for name in ("first", "long", "never"))
     assert [line.status for line in first] == ["MEASURED", "MEASURED"]
     assert long[-1].status == "NO TIME" and "cut off" in long[-1].note
     assert [line.status for line in never] == ["NO TIME"]
 
 
-@pytest.mark.parametrize(("gb", "overlap"), [(3.0, True), (steps.ALONE, False), (10.0, False)])
+@pytest.mark.parametrize(("gb", "overlap"), [(3.0, True), (gpu_checks.ALONE, False), (10.0, False)])
 def test_steps_run_side_by_side_where_memory_allows_it(
     tmp_path: Path, gb: float, overlap: bool
 ) -> None:
     setup = setup_in(tmp_path, tiny=False, num_gpus=1, gpu_gb=16.0)
-    list(steps.run([step("quick", name=n, gb=gb, arguments=(n,)) for n in "ab"], setup, 60))
-    (a, a_end), (b, _) = (steps.results(setup, name) for name in "ab")
+    list(gpu_checks.run([step("quick", name=n, gb=gb, arguments=(n,)) for n in "ab"], setup, 60))
+    (a, a_end), (b, _) = (gpu_checks.results(setup, name) for name in "ab")
     assert (a.note, b.note) == ("a", "b")
     assert (b.data["at_s"] < a_end.data["at_s"]) == overlap
 
@@ -237,12 +236,12 @@ def test_what_a_killed_step_started_is_gone(tmp_path: Path) -> None:
 
 def test_results_are_on_the_disk_after_kill_9_of_the_whole(tmp_path: Path) -> None:
     code = "from test_check_gpu import *; from pathlib import Path; "
-    code += f"list(steps.run([step('hanging')], setup_in(Path({str(tmp_path)!r})), 60))"
+    code += f"list(gpu_checks.run([step('hanging')], setup_in(Path({str(tmp_path)!r})), 60))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent) as process:
-        wait_for(lambda: steps.results(setup_in(tmp_path), "planted"))
-        [child] = steps.descendants(process.pid)
+        wait_for(lambda: gpu_checks.results(setup_in(tmp_path), "planted"))
+        [child] = gpu_checks.descendants(process.pid)
         process.kill()
-    assert steps.results(setup_in(tmp_path), "planted") == [result("before it", True)]
+    assert gpu_checks.results(setup_in(tmp_path), "planted") == [result("before it", True)]
     wait_for(lambda: is_gone(child))
 
 
@@ -253,7 +252,7 @@ def test_the_loops_on_gpus_are_runs_that_rl_check_accepts(tmp_path: Path, num_gp
     loops = [one for one in check_gpu.STEPS if one.function == check_gpu.LOOP]
     assert len(loops) == 6
     for one in loops:
-        path, *words = gpu_machine.words_of(setup, *one.arguments)
+        path, *words = check_gpu.words_of(setup, *one.arguments)
         config = load_config(path, words)
         assert config.policy["dtype"] == "bfloat16" and config.world_size == num_gpus
         machine = Machine((85.5,) * num_gpus)
@@ -289,14 +288,14 @@ def test_steps_that_cannot_run_here_say_why(
     tmp_path: Path, more: dict[str, Any], setup: dict[str, Any], parts: str
 ) -> None:
     given = setup_in(tmp_path, **setup)
-    assert list(steps.run([step("killed", **more)], given, 60)) == [("planted", 0.0)]
-    assert holds(told(*steps.results(given, "planted")), parts)
+    assert list(gpu_checks.run([step("killed", **more)], given, 60)) == [("planted", 0.0)]
+    assert holds(told(*gpu_checks.results(given, "planted")), parts)
 
 
 def test_a_step_that_is_only_in_a_clone_is_skipped(tmp_path: Path) -> None:
     setup = setup_in(tmp_path)
-    list(steps.run([Step("gone", "no_such_package.file:step", 60)], setup, 60))
-    assert holds(told(*steps.results(setup, "gone")), "SKIPPED ... clone")
+    list(gpu_checks.run([Step("gone", "no_such_package.file:step", 60)], setup, 60))
+    assert holds(told(*gpu_checks.results(setup, "gone")), "SKIPPED ... clone")
 
 
 # The end
@@ -311,9 +310,9 @@ def test_every_step_is_a_function_of_its_file() -> None:
 
 def test_recommended_keys_are_keys_of_a_config() -> None:
     words = [f"{key}={value}" for one in check_gpu.STEPS for key, value in one.keys.items()]
-    text = "".join(
-        file.read_text() for file in (TESTS.parent / "rl/tools/check_gpu").glob("gpu_*.py")
-    )
+    tools = TESTS.parent / "rl/tools"
+    files = (tools / "gpu_steps.py", tools / "commands/check_gpu.py")
+    text = "".join(file.read_text() for file in files)
     words += [f"{key}={value}" for key, value in re.findall(r'\{"(\w+\.\w+)": "(\w+)"\}', text)]
     assert len(set(words)) >= 4
     for word in {*words, "gpu_gb=80", "world_size=8", "renderer.batch_size=2"}:
@@ -329,7 +328,9 @@ def test_the_report_has_no_host_name_folder_or_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     monkeypatch.setattr(platform, "node", lambda: "alice-box")
     note = f"hf_abcdefghijklmnop on alice-box in {Path.home()}/x/run.log; /dev/shm"
-    text = steps.report("rl check-gpu, H100", {"a": (1.0, [result("b", False, note)])}, ["READY"])
+    text = gpu_checks.report(
+        "rl check-gpu, H100", {"a": (1.0, [result("b", False, note)])}, ["READY"]
+    )
     assert "run.log" in text and "/dev/shm" in text and "H100" in text and "torch 2" in text
     for word in ("abcdefgh", "alice", "/x/", str(Path.home())):
         assert word not in text, word
@@ -341,8 +342,10 @@ def test_the_command_ends_with_a_table_a_verdict_keys_and_a_report(
 ) -> None:
     smi(H100, H100)
     broken = Line("FAIL", "PyTorch", "sees 0 of 2 GPUs", "install", {"engine.type": "transformers"})
-    monkeypatch.setattr(steps, "results", lambda setup, name: [broken])
-    monkeypatch.setattr(check_gpu, "STEPS", [step("quick", gb=steps.ALONE), *check_gpu.STEPS[1:2]])
+    monkeypatch.setattr(gpu_checks, "results", lambda setup, name: [broken])
+    monkeypatch.setattr(
+        check_gpu, "STEPS", [step("quick", gb=gpu_checks.ALONE), *check_gpu.STEPS[1:2]]
+    )
     assert check_gpu.main(["--out", str(tmp_path / "new")]) == 1
     printed = capsys.readouterr().out
     assert holds(
@@ -357,10 +360,10 @@ def test_the_command_ends_with_a_table_a_verdict_keys_and_a_report(
 
 def test_the_verdicts() -> None:
     passed, late = result("a", True), Line("NO TIME", "loop", "not started")
-    assert steps.verdict({"a": (1.0, [passed])}) == "READY (1 PASS)"
-    verdict = steps.verdict({"a": (1.0, [passed]), "loop": (0.0, [late])})
+    assert gpu_checks.verdict({"a": (1.0, [passed])}) == "READY (1 PASS)"
+    verdict = gpu_checks.verdict({"a": (1.0, [passed]), "loop": (0.0, [late])})
     assert holds(verdict, "CUT SHORT (1 PASS, 1 NO TIME) ... loop")
-    assert steps.verdict({"a": (1.0, [late, result("b", False)])}).startswith("NOT READY")
+    assert gpu_checks.verdict({"a": (1.0, [late, result("b", False)])}).startswith("NOT READY")
 
 
 @pytest.mark.parametrize(
@@ -378,7 +381,7 @@ def test_the_verdicts() -> None:
 def test_a_mistake_is_refused_before_the_first_step(
     words: list[str], parts: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(steps, "run", lambda *_: pytest.fail("a step was started"))
+    monkeypatch.setattr(gpu_checks, "run", lambda *_: pytest.fail("a step was started"))
     try:
         assert check_gpu.main(["--tiny", *words]) in (1, 2)
     except SystemExit as error:

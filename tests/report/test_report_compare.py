@@ -16,7 +16,7 @@ from tiny_report import held_out, write_held_out, write_lines, write_run
 
 from rl.files import read_rows
 from rl.tools.commands import report
-from rl.tools.report.compare import by_chance, compare, lines
+from rl.tools.commands.report import by_chance, compare, lines
 
 PICTURES = "aabbbcdd"
 """The source picture of each sample: four pictures, shared by 2, 3, 1 and 2 samples."""

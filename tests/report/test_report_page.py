@@ -18,9 +18,8 @@ from rl.files import json_line
 from rl.run.metric_table import METRICS, doc_of
 from rl.tools.commands import report
 from rl.tools.report import reading
-from rl.tools.report.page import MAIN_METRICS, times, value_of, write_page
+from rl.tools.report.page import MAIN_METRICS, alarms, learnt, times, value_of, write_page
 from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
-from rl.tools.report.summary import alarms, learnt
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from rl.judge.http import BackgroundLoop, StoppedError
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.publish import model_card
-from rl.tools.report.summary import alarms
+from rl.tools.report.page import alarms
 
 TINY_AUDIT = Path(__file__).resolve().parents[1] / "tiny_audit.py"
 

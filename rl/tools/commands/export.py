@@ -57,8 +57,8 @@ from rl.record.publish import (
     model_card,
 )
 from rl.tools.report import reading
+from rl.tools.report.page import Change, learnt
 from rl.tools.report.reading import Evaluation, points
-from rl.tools.report.summary import Change, learnt
 from rl.tools.trained import Trained, load_trained, require_trusted
 
 # ---- export evidence -----------------------------------------------------------------------------

@@ -49,9 +49,8 @@ from rl.printing import code, scrub, text
 from rl.ranks.signals import leave
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
-from rl.tools.report.page import MAIN_METRICS, write_page
+from rl.tools.report.page import MAIN_METRICS, learnt, write_page
 from rl.tools.report.reading import BusyError, find_run, locked, read_evaluations
-from rl.tools.report.summary import learnt
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""

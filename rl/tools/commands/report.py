@@ -11,21 +11,337 @@ among them (algorithm.shuffle_rewards) show what chance does.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+from urllib.parse import quote
+
+from markupsafe import Markup
 
 from rl import printing
-from rl.tools.report.compare import by_chance, compare, lines, write_comparison
-from rl.tools.report.page import write_page
+from rl.config.loading import escaped
+from rl.files import write_atomically
+from rl.printing import without_lone_surrogates
+from rl.run.metric_table import doc_of
+from rl.tools.report.page import (
+    INTERVAL,
+    NAMING,
+    PAGE_FOLDER,
+    Change,
+    changes_of,
+    flat,
+    literal,
+    summary,
+    template,
+    write_page,
+)
 from rl.tools.report.reading import (
+    CURVES,
     BusyError,
+    Evaluation,
+    Record,
+    curve_data,
     find_run,
+    for_one_report,
     is_control,
+    mean,
+    named_rows,
+    number,
+    picture,
+    points,
     read_config,
     read_evaluations,
     read_named,
+    shown_of,
+    words_of,
 )
-from rl.tools.report.summary import INTERVAL, summary
+
+# ---- comparison ----------------------------------------------------------------------------------
+# Compares runs on the held-out samples that they share: numbers, and `report/compare.html`.
+
+REWARD = ("rewards.", "evaluation.temperature.", "evaluation.top_k.")
+JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")
+"""Config keys that decide what a held-out reward means, each with all below it."""
+SUM = "final_reward."
+"""Keys that decide how the parts of a reward are summed, not what they mean."""
+OF_A_CONTROL = {"seed", "algorithm.shuffle_rewards"}
+"""Config keys in which a run's control may differ from it."""
+SCRIPTS = ("base.js", "charts.js", "compare.js")
+NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
+"""Samples with the largest gains, and as many with the largest losses."""
+STYLES = ("main", "dash run1", "dot run2", "dashdot run3", "run4", "dash run5", "dot run6")
+"""How the lines of the runs are drawn; further runs have no curve."""
+
+
+@dataclass
+class Comparison:
+    """Run A against one other run."""
+
+    name: str
+    other: Path
+    reasons: list[str]
+    """Why the two cannot be compared; [] if they can."""
+    notes: list[str] = field(default_factory=list)
+    means: list[str] = field(default_factory=list)
+    """Mean held-out reward of the other run and of A, each over all its own samples; '?': none."""
+    changes: list[Change] = field(default_factory=list)
+    """Held-out reward of all shared samples, then by category: (other run, A)."""
+    parts: list[Change] = field(default_factory=list)
+    """The same of each reward part."""
+    best: list[tuple[float, Record, Record]] = field(default_factory=list)
+    """(gain, other run's record, A's record) of the samples that gained most."""
+    worst: list[tuple[float, Record, Record]] = field(default_factory=list)
+    folders: tuple[Path, ...] = ()
+    """Of the evaluations: the other run's and A's."""
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    """The keys that differ: key, value (A's), other."""
+    control: list[float] = field(default_factory=list)
+    """Mean held-out reward at each evaluation, if the other run is a control of A's config with at
+    least two; else []."""
+
+    @property
+    def is_only_chance(self) -> bool:
+        """`by_chance` says all there is: the other run is a control with another seed."""
+        return bool(self.control and self.reasons)
+
+
+def compare(run: Path, other: Path) -> Comparison:
+    """Compare the last held-out evaluations. Raises ValueError for a run against itself."""
+    if run.resolve() == other.resolve():
+        raise ValueError(f"--against {other}: this is the run itself; name another one")
+    values, others = flat(read_config(run)), flat(read_config(other))
+    rows = [
+        {"key": key, "value": values.get(key, "-"), "other": others.get(key, "-")}
+        for key in sorted({*values, *others} - {*NAMING})
+        if values.get(key) != others.get(key)
+    ]
+    result = Comparison(other.resolve().name, other, [], settings=rows)
+    found = {folder: read_evaluations(folder) for folder in (other, run)}
+    if missing := [str(folder) for folder, evaluations in found.items() if not evaluations]:
+        result.reasons = [f"{' and '.join(missing)}: no held-out evaluation yet"]
+        return result
+    theirs, ours = (evaluations[-1] for evaluations in found.values())
+    result.folders = theirs.folder, ours.folder
+    means = [mean([*each.records.values()], "reward") for each in (theirs, ours)]
+    result.means = ["?" if each is None else f"{each:.3f}" for each in means]
+    shared = [name for name in theirs.records if name in ours.records]
+    result.reasons = _why_not(rows, theirs, ours, shared)
+    is_same = {row["key"] for row in rows} <= OF_A_CONTROL and all(
+        reason.startswith("other noise")
+        for reason in result.reasons  # as another seed brings
+    )
+    if is_same and is_control(read_config(other)):
+        result.control = _held_out(other)
+    if result.reasons:
+        return result
+    if theirs.iteration != ours.iteration:
+        text = f"after {theirs.iteration} iterations of {result.name}, and {ours.iteration} here"
+        result.notes.append(text)
+    if len(shared) < max(len(theirs.records), len(ours.records)):
+        sizes = f"{len(theirs.records)} and {len(ours.records)}"
+        result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
+    result.parts = changes_of(
+        theirs.records, ours.records, _parts, lambda row, name: _parts(row).get(name)
+    )
+    if sums := [escaped(row["key"], 60) for row in rows if row["key"].startswith(SUM)]:
+        text = f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
+        result.notes.append(text)
+        return result
+    result.changes = changes_of(theirs.records, ours.records)
+    gains = []
+    for old, new in ((theirs.records[name], ours.records[name]) for name in shared):
+        before, after = number(old.get("reward")), number(new.get("reward"))
+        if before is not None and after is not None:
+            gains.append((after - before, old, new))
+    gains.sort(key=lambda gain: -gain[0])
+    result.best = [gain for gain in gains[:NUM_SAMPLES] if gain[0] > 0]
+    result.worst = [gain for gain in reversed(gains[-NUM_SAMPLES:]) if gain[0] < 0]
+    return result
+
+
+def _parts(row: Record) -> Mapping[str, Any]:
+    parts = row.get("parts")
+    return parts if isinstance(parts, Mapping) else {}
+
+
+def _why_not(
+    rows: Sequence[Mapping[str, Any]], theirs: Evaluation, ours: Evaluation, shared: Sequence[str]
+) -> list[str]:
+    """Why rewards of the two evaluations do not mean the same; [] if they do."""
+    reasons = [
+        f"another {'judge' if row['key'].startswith('judge.') else 'reward'}: {row['key']} is "
+        f"{escaped(row['value'], 60)} here and {escaped(row['other'], 60)} in the other run"
+        for row in rows
+        if f"{row['key']}.".startswith(REWARD + JUDGE)
+    ]
+    if not shared:
+        return ["other held-out data: no sample is in both", *reasons]
+    tests: dict[str, Callable[[Record], Any]] = {
+        "other held-out data: sample {} has another instruction": lambda r: r.get("instruction"),
+        "other held-out data: sample {} shows another picture": lambda r: shown_of(r) or None,
+        "other noise: sample {} was drawn from another seed": lambda r: (
+            r.get("noise_seed") if r.get("image_file") else None  # None: nothing was drawn
+        ),
+    }
+    for text, value_of in tests.items():
+        values_of = {n: (value_of(theirs.records[n]), value_of(ours.records[n])) for n in shared}
+        unlike = [n for n, (old, new) in values_of.items() if old != new and None not in (old, new)]
+        reasons += [text.format(escaped(name, 60)) for name in unlike[:1]]
+    return reasons
+
+
+def _held_out(run: Path) -> list[float]:
+    """Mean reward at each evaluation; [] with fewer than two."""
+    series = points(named_rows(run / "metrics.jsonl", "iteration")[0], "eval/reward")
+    return [reward for _, reward in series] if len(series) > 1 else []
+
+
+def by_chance(run: Path, results: Sequence[Comparison]) -> list[str]:
+    """How far the held-out reward of the controls of the run's config wandered, and whether the
+    run gained more; [] without such controls."""
+    curve_of = {r.other.resolve(): r.control for r in results if r.control}
+    if not curve_of:
+        return []
+    width = max(len(path.name) for path in curve_of)
+    changes = [[reward - curve[0] for reward in curve[1:]] for curve in curve_of.values()]
+    last = [each[-1] for each in changes]
+    most = max(map(max, changes))
+    num = len(last)
+    spread = f" +- {stdev(last):.3f} (standard deviation)" if num > 1 else ""
+    found = [
+        "Chance: controls of this config (rewards shuffled), held-out reward",
+        *(
+            f"  {path.name:{width}}  {curve[0]:.3f} -> {curve[-1]:.3f}   "
+            f"({min(curve):.3f} to {max(curve):.3f})"
+            for path, curve in curve_of.items()
+        ),
+        f"  {num} control{'s' * (num > 1)}, change since the first evaluation:",
+        f"    {min(map(min, changes)):+.3f} to {most:+.3f} at any, "
+        f"{fmean(last):+.3f}{spread} at the last",
+    ]
+    if ours := _held_out(run):
+        gain = ours[-1] - ours[0]
+        if gain > most:
+            found.append(f"  this run: {gain:+.3f}, more than any control at any evaluation")
+            found.append(f"    (chance alone does that in at most one run of {num + 1})")
+        else:
+            found.append(
+                f"  this run: {gain:+.3f}, no more than a control's {most:+.3f}: chance can do that"
+            )
+    return found
+
+
+def lines(name: str, result: Comparison) -> list[str]:
+    """The comparison for a terminal."""
+    title = f"{name} against {result.name}"
+    if result.reasons:
+        pairs = zip((result.name, name), result.means, strict=False)
+        means = [f"mean held-out reward of {one}: {mean}" for one, mean in pairs]
+        return [f"{title}: NOT COMPARABLE", *(f"  {text}" for text in (*result.reasons, *means))]
+    rows = [*result.changes, *result.parts]
+    width = max((len(change.name) for change in rows), default=0)
+    samples = [
+        f"  {gain:+.3f}  {escaped(str(new.get('id')), 40)}: "
+        f"{escaped(str(new.get('instruction')), 60)}"
+        for gain, _, new in (*result.best[:NUM_IN_TERMINAL], *result.worst[:NUM_IN_TERMINAL])
+    ]
+    keys = [escaped(str(row["key"]), 60) for row in result.settings]
+    return [
+        f"{title} (held-out; {result.name} -> {name})",
+        *(f"  {note}" for note in result.notes),
+        *(change.sentence(width) for change in rows),
+        *(["  the samples that differ most:", *(f"  {line}" for line in samples)] * bool(samples)),
+        f"  settings that differ: {', '.join(keys[:12]) or 'none'}{' ...' * (len(keys) > 12)}",
+    ]
+
+
+def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
+    """Write `<run>/report/compare.html`, which shows all the comparisons; returns its path."""
+    folder = run / "report"
+    runs = [run, *(result.other for result in results)][: len(STYLES)]
+    names = [path.resolve().name for path in runs]
+    curves, data = _overlaid(runs, names)
+    page = template("compare.html.j2").render(
+        name=names[0],
+        results=[(r, _samples(folder, r)) for r in results if not r.is_only_chance],
+        chance=by_chance(run, results),
+        interval=INTERVAL,
+        headings=list(curves),
+        facts=Markup(literal({"data": data, "curves": curves})),  # nosec B704
+        sources=[Markup((PAGE_FOLDER / file).read_text("utf-8")) for file in SCRIPTS],  # nosec B704
+        css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
+    )
+    with for_one_report(folder):
+        write_atomically(folder / "compare.html", without_lone_surrogates(page))
+    return folder / "compare.html"
+
+
+def _overlaid(
+    runs: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """(heading -> curves for `page/charts.js`, each with a line per run; their data as from
+    `curve_data`, where metric `m` of the run number i is called `i:m`)."""
+    row_of: dict[int, dict[str, Any]] = {}
+    for i, run in enumerate(runs):
+        for row in named_rows(run / "metrics.jsonl", "iteration")[0]:
+            iteration = row.pop("iteration")
+            merged = row_of.setdefault(iteration, {"iteration": iteration})
+            merged |= {f"{i}:{metric}": value for metric, value in row.items()}
+    data = curve_data([row_of[iteration] for iteration in sorted(row_of)], None)
+    metric_of = {name: name.partition(":")[2] for name in data["of"]}
+    documented = ((name, doc_of(metric)) for name, metric in metric_of.items())
+    data["docs"] = {name: [doc.unit, doc.meaning] for name, doc in documented if doc}
+    known = sorted({*metric_of.values()})
+    parts = [name for name in known if name.startswith(("eval/part/", "reward/part/"))]
+    groups: dict[str, list[tuple[str, str, float | None]]] = {
+        "Curves": [(c.title, c.lines[0].metric, c.top) for c in CURVES],
+        "Reward parts": [(m, m, None) for m in parts],
+        "Categories": [(m, m, 1.0) for m in known if m.startswith("eval/reward/")],
+    }
+    drawn = list(enumerate(zip(names, STYLES, strict=False)))
+    curves = {
+        heading: [
+            {"title": title, "top": top, "lines": [[f"{i}:{m}", *line] for i, line in drawn]}
+            for title, m, top in wanted
+            if m in known
+        ]
+        for heading, wanted in groups.items()
+    }
+    return {heading: each for heading, each in curves.items() if each}, data
+
+
+def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
+    """Heading -> samples as (gain, instruction, URL of the source picture, (reward, words, URL of
+    the picture) of both runs)."""
+
+    def url(place: Path, file: object) -> str | None:
+        shown = picture(place, file)
+        relative = os.path.relpath(place.resolve(), folder.resolve())
+        return quote(f"{relative}/{shown}") if shown else None
+
+    def arm(place: Path, row: Record) -> tuple[object, object, str | None]:
+        return row.get("reward"), words_of(row), url(place, row.get("image_file"))
+
+    theirs, ours = result.folders or (folder, folder)
+    return {
+        heading: [
+            (
+                gain,
+                new.get("instruction"),
+                url(ours, new.get("source_file")),
+                (arm(theirs, old), arm(ours, new)),
+            )
+            for gain, old, new in rows
+        ]
+        for heading, rows in (("Largest gains", result.best), ("Largest losses", result.worst))
+    }
+
+
+# ---- command -------------------------------------------------------------------------------------
 
 
 @printing.program

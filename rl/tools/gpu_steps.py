@@ -23,7 +23,7 @@ from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loo
 from rl.renderers.qwen_image_21_loop import PromptImage, Row
 from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
 from rl.renderers.qwen_image_loop import FrameVae
-from rl.tools.check_gpu.lines import Line, Setup, result
+from rl.tools.gpu_checks import Line, Setup, result
 from rl.train import sampling_params
 
 # ---- gpu engines ---------------------------------------------------------------------------------

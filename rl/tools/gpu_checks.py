@@ -1,8 +1,4 @@
-"""Runs steps in child processes, side by side where they fit, each with a limit, all by a deadline.
-
-The child is `python -m rl.tools.check_gpu.steps <step's name> <module:function> <Setup as JSON>
-...`. It appends each `Line` to `results.jsonl` at once, so that no later death loses it.
-"""
+"""Runs steps that prove a machine, each in a process of its own, and prints their lines."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,10 +27,107 @@ from textwrap import fill
 from rl import printing
 from rl.check.this_machine import gpus
 from rl.config.loading import nearest
+from rl.config.schema import load_config
 from rl.files import read_rows
-from rl.printing import Parser, show
+from rl.printing import Parser, scrub, show
 from rl.ranks import signals
-from rl.tools.check_gpu.lines import NEEDS_CUDA, Line, Setup, shareable, skipped
+
+# ---- lines ---------------------------------------------------------------------------------------
+# One line of a step's results, and what each step gets.
+
+NEEDS_CUDA = "needs a GPU (CUDA)"
+_FOLDERS = re.compile(r"(?<![\w/:])(?:~|\.{1,2})?(?:/(?!dev/shm|proc/)[\w.@+~-]+)+/")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The result of one check, or one measurement."""
+
+    status: str
+    """PASS, FAIL, SKIPPED, NO TIME (the deadline came first) or MEASURED (a number without limit).
+    """
+    what: str
+    note: str = ""
+    fix: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Config key -> the value that this result recommends."""
+    data: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of a measurement, all digits."""
+
+    def text(self) -> str:
+        """At most 80 columns."""
+        parts = [(9, f"{self.status:<8} {self.what}" + f": {self.note}" * bool(self.note))]
+        parts += [(14, f"{'':9}fix: {self.fix}")] if self.fix else []
+        return "\n".join(
+            textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
+            for indent, text in parts
+        )
+
+
+def result(
+    what: str, good: bool, note: str = "", fix: str = "", keys: Mapping[str, str] | None = None
+) -> Line:
+    """PASS if `good`; else FAIL with the fix, and the keys that avoid it."""
+    return Line("PASS", what, note) if good else Line("FAIL", what, note, fix, keys or {})
+
+
+def skipped(what: str, why: str = NEEDS_CUDA) -> Line:
+    return Line("SKIPPED", what, why)
+
+
+def measured(what: str, note: str, **data: float) -> Line:
+    return Line("MEASURED", what, note, data=data)
+
+
+def shareable(text: str) -> str:
+    """`text` without keys, this machine's name, and the folders of paths."""
+    name = platform.node()
+    text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>", scrub(text)) if name else text
+    return _FOLDERS.sub("", text)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a step gets, as JSON."""
+
+    folder: str
+    """Temporary, for runs and logs."""
+    out: str
+    """The folder of the results."""
+    tiny: bool = False
+    """On the CPU: gloo, eager mode, tiny sizes."""
+    num_gpus: int = 0
+    gpu_gb: float = 0.0
+    """Of the smallest GPU."""
+    config: str = ""
+    overrides: Sequence[str] = ()
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda:0"
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.tiny else "bfloat16"
+
+    def words(self, name: str, *more: str) -> list[str]:
+        """The shipped small config `name`, and overrides that put it on this device."""
+        path = f"configs/{name}.jsonnet"
+        words = [f"base_exp_dir={self.folder}/runs"]
+        draws = load_config(path).renderer["type"] != "none"
+        if draws:
+            words += ["renderer.batch_size=8"]
+        if not self.tiny:
+            words += ["policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm"]
+            words += [f"gpu_gb={int(self.gpu_gb)}", *["renderer.dtype=bfloat16"] * draws]
+        return [path, *words, *more]
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+# Runs steps in child processes, side by side where they fit, each with a limit, all by a deadline.
+#
+# The child is `python -m rl.tools.gpu_checks <step's name> <module:function> <Setup as JSON> ...`.
+# It appends each `Line` to `results.jsonl` at once, so that no later death loses it.
 
 RESULTS = "results.jsonl"
 ALONE = math.inf
@@ -141,7 +235,7 @@ class _Child:
         self._log = Path(setup.out, f"{step.name}.log")
         given = json.dumps(asdict(replace(setup, folder=str(folder))))
         # Like `rl` itself, a step imports from the working folder only where that is the clone.
-        command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.check_gpu.steps"]
+        command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.gpu_checks"]
         command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
         self.start_s = time.monotonic()
         with self._log.open("wb") as log:
