@@ -69,6 +69,8 @@ WORK = Iteration(
             {"num_ranks": 2, "picture_bytes": 3 * LINK_BYTES_S, "workers": 12, "ranks_per_node": 1},
             5 + 12 * 3 + 2 + 2,
         ),
+        # Only the first batch, 0.2 s on the link, is waited for; the others travel meanwhile.
+        ({"picture_bytes": 0.1 * LINK_BYTES_S, "workers": 1}, 5 + 0.2 + 12 + 2),
         # Batches of 2, 2, 2 and 1 on two workers: two rounds of 2 s.
         ({"num_groups": 1, "group_size": 7, "workers": 2}, 5 + 2 + 2 + 2),
         # A batch cannot be larger than a rank's pictures.
