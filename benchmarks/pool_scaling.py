@@ -1,4 +1,4 @@
-"""Times a render pool of 1 to 8 sleeping workers beside what `rl pool plan` simulates for it.
+"""Times a render pool of 1 to 8 sleeping workers beside the formula of `rl check`.
 
     python -m benchmarks.pool_scaling --out benchmarks/results/pool_scaling.md
 
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.sleeping_renderer import Config, SleepingRenderer
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.check.iteration_time import Iteration, Machines, simulate
+from rl.check.iteration_time import Iteration
 from rl.config.schema import RenderPoolConfig
 from rl.pool import ray_cluster
 from rl.pool.dispatch import Dispatcher
@@ -50,7 +50,7 @@ def jobs(count: int) -> Iterator[RenderJob]:
 
 
 def scaling() -> Iterator[str]:
-    yield "| workers | ready after, s | measured, s (best of 3) | spread, s | simulated, s |"
+    yield "| workers | ready after, s | measured, s (best of 3) | spread, s | computed, s |"
     yield "|---:|---:|---:|---:|---:|"
     for count in range(1, 9):
         config = Config(type="benchmarks.sleeping_renderer", load_s=0.001 * count)
@@ -61,12 +61,12 @@ def scaling() -> Iterator[str]:
         ready_s = time.monotonic() - began_s
         seconds = [timed(dispatcher, jobs(NUM_PICTURES)) for _ in range(TRIES)]
         work = Iteration(
-            1, NUM_PICTURES // 8, 8, config.batch_size, 0, 0, 0, config.seconds, 0, 0, 0
-        )
-        simulated_s = simulate(work, Machines(workers=count)).total_s
+            1, NUM_PICTURES // 8, 8, config.batch_size, 0, 0, 0, config.seconds, 0, 0, 0,
+            workers=count,
+        )  # fmt: skip
         yield (
             f"| {count} | {ready_s:.1f} | {min(seconds):.2f} | {max(seconds) - min(seconds):.2f} "
-            f"| {simulated_s:.2f} |"
+            f"| {work.total_s:.2f} |"
         )
         handles.stop()
 

@@ -1,15 +1,17 @@
-"""Computes how long an iteration and a run of the shipped configs for real models take.
+"""Computes how long the shipped configs for real models take, and an iteration with a render pool.
 
     python -m benchmarks.run_hours
 
 Nothing is timed: FLOPs are divided by the share of a GPU's rate that was measured on an H100, or
 assumed (rl/check/iteration_time.py).
 Start, held-out evaluations and checkpoints are left out.
+The first table is in docs/gpu.md, the second in docs/scale.md.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rl import build
 from rl.check import memory_plan
@@ -19,6 +21,9 @@ from rl.check.iteration_time import (
     JUDGE_FLOPS_S,
     PICTURES,
     POLICY,
+    bound_by,
+    computed,
+    enough_workers,
     gpu_of,
     group_flops,
     sampling_s,
@@ -41,6 +46,15 @@ RUNS = {
     "sft_s__rl_sc": 0,
 }
 """Config -> number of training samples; 0: the config gives the number of iterations."""
+POOLS = (
+    ("qwen_image_edit", 1),
+    ("qwen_image_edit", 4),
+    ("qwen_image_21", 1),
+    ("qwen_image_21", 4),
+    ("qwen_image_edit_fewstep", 1),
+)
+"""(config, judges); one picture at a time."""
+WORKERS = (0, 8, 16, 32, 64)
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
     "APP__RUN_NAME": "any",
@@ -78,6 +92,18 @@ def row(name: str) -> str:
     return f"| `{name}` | {gpus} | {parts} | {iterations} | {iterations * iteration_s / 3600:.1f} |"
 
 
+def pool_row(name: str, judges: int) -> str:
+    """A row of the table of render pools."""
+    config = load_config(f"configs/{name}.jsonnet", ["renderer.batch_size=1"], ENVIRONMENT)
+    work = replace(computed(build.resolve(config)), judge_slots=judges)
+    enough = replace(work, workers=enough_workers(work))
+    seconds = " | ".join(f"{replace(work, workers=n).total_s:.0f}" for n in WORKERS)
+    return (
+        f"| `{name}` | {judges} | {seconds} | {enough.workers}: {enough.total_s:.0f} "
+        f"| {bound_by(enough)} |"
+    )
+
+
 if __name__ == "__main__":
     print(
         "| config | GPUs | sampling, s | pictures, s | policy, s | judge, s | iteration, s "
@@ -85,3 +111,7 @@ if __name__ == "__main__":
     )
     print("|---|---|---|---|---|---|---|---|---|")
     print("\n".join(row(name) for name in RUNS))
+    workers = " | ".join(str(n) for n in WORKERS)
+    print(f"\n| config | judges | {workers} | enough | which then bounds it |")
+    print(f"|---|---|{'---|' * len(WORKERS)}---|---|")
+    print("\n".join(pool_row(*pool) for pool in POOLS))

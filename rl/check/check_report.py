@@ -23,7 +23,7 @@ from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
 from rl.check import compatibility, judge_verdict, memory_plan
 from rl.check.compatibility import check_resume, memory_problems
 from rl.check.dry_run import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
-from rl.check.iteration_time import pool_lines
+from rl.check.iteration_time import pool_lines, questions_per_picture
 from rl.check.memory_plan import Plan
 from rl.check.this_machine import (
     disk_line,
@@ -595,7 +595,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
         "prompts": config.prompts_per_iteration,
         "completions": completions,
         "pictures": pictures,
-        "judge questions": pictures * _questions_per_picture(resolved),
+        "judge questions": pictures * questions_per_picture(resolved),
     }
     optimizer = config.optimizer
     per_update = completions / ranks / optimizer.updates_per_iteration
@@ -639,20 +639,11 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def _questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
-    rewards = (
-        plugin
-        for plugin in resolved.rewards.values()
-        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
-    )
-    return sum(plugin.cls.num_questions(plugin.config) for plugin in rewards)
-
-
 def _judge_lines(resolved: build.Resolved) -> list[str]:
     config, judge, evaluation = resolved.config, resolved.config.judge, resolved.config.evaluation
     if not resolved.needs_judge:
         return ["is not asked"]
-    per_picture = _questions_per_picture(resolved)
+    per_picture = questions_per_picture(resolved)
     pictures = config.generations_per_prompt * config.images_per_completion
     training = config.prompts_per_iteration * pictures * per_picture
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
@@ -678,7 +669,7 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None
         arms = 1 + evaluation.reference_drift + cuts_thoughts
         arms += makes_images and config.bare_arm != "never"
-        per_picture = _questions_per_picture(resolved, held_out=True)
+        per_picture = questions_per_picture(resolved, held_out=True)
         held_out = evaluation.num_samples * config.images_per_completion * per_picture
         lines.append(f"evaluation: up to {held_out * arms} more every {every} iterations")
         if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:

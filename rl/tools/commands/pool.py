@@ -3,13 +3,12 @@
     rl pool start configs/qwen_image_edit.jsonnet render_pool.workers=16
     rl pool status configs/qwen_image_edit.jsonnet
     rl pool stop configs/qwen_image_edit.jsonnet
-    rl pool plan configs/qwen_image_edit.jsonnet
 
 start loads the renderer in every worker and leaves them running, so that a run (or a
 resumed run) of the same renderer finds them ready; status prints one line per worker;
-stop ends them; plan simulates how many workers help. A run without a started pool
-starts workers itself, and they end with it. The cluster is the one of this machine or
-render_pool.address (docs/scale.md).
+stop ends them. A run without a started pool starts workers itself, and they end with
+it. The cluster is the one of this machine or render_pool.address (docs/scale.md);
+`rl check` says how many workers help.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING
 from rl import build, printing
 from rl.config.schema import ConfigError, load_config
 from rl.ranks.dist import Dist
-from rl.tools.commands import pool_plan
 
 if TYPE_CHECKING:
     from rl.config.schema import RenderPoolConfig
@@ -36,16 +34,13 @@ LOOK_EVERY_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a worker cannot load the renderer, 2 wrong usage or no cluster."""
     printing.guard()
-    usage = "rl pool start|status|stop|plan config [key=value ...]"
+    usage = "rl pool start|status|stop config [key=value ...]"
     parser = printing.Parser("rl pool", f"{__doc__}{printing.KEY_VALUE}", usage)
     actions = parser.add_subparsers(dest="action", required=True, metavar="action", prog="rl pool")
     for action in ("start", "status", "stop"):
         its = actions.add_parser(action, doc=__doc__)
         its.add_config()
-    pool_plan.add_arguments(actions.add_parser("plan", doc=pool_plan.__doc__))
     args = parser.parse_args(argv)
-    if args.action == "plan":
-        return pool_plan.main(args)
     config = load_config(args.config, args.overrides)
     resolved = build.resolve(config)
     pool = config.render_pool
