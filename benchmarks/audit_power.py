@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 
 from rl.api.types import Sample
-from rl.check.judge_verdict import RewardAudit
+from rl.check.trials import RewardAudit
 from rl.config.schema import JudgeConfig
 from rl.tools.audit_cases import CORRECT, KINDS, Case
 from rl.tools.judge_audit import Asked, measured

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl import build
-from rl.check.judge_verdict import RewardAudit
+from rl.check.trials import RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
 from rl.tools import judge_audit

@@ -20,9 +20,8 @@ from rl.api.find import misspelt
 from rl.api.plugin import unread
 from rl.api.policy import Policy
 from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
-from rl.check import compatibility, judge_verdict, memory_plan
+from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, memory_problems
-from rl.check.dry_run import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
 from rl.check.iteration_time import pool_lines, questions_per_picture
 from rl.check.memory_plan import Plan
 from rl.check.this_machine import (
@@ -34,6 +33,7 @@ from rl.check.this_machine import (
     machine_lines,
     machine_problems,
 )
+from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
 from rl.config.loading import FOLDER, GONE, escaped, find_config, not_a_file, own_and_base
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -655,9 +655,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         for name, plugin in resolved.rewards.items()
         if plugin.cls.needs_judge
     ]
-    if judge.audit != "off" and judge_verdict.rewards_that_ask(resolved):
+    if judge.audit != "off" and trials.rewards_that_ask(resolved):
         with suppress(ValueError):  # a damaged file, which `_audit_problems` reports
-            known = judge_verdict.verdict(resolved)
+            known = trials.verdict(resolved)
             at_start = known.passed is None and judge.audit == "required"
             lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
     in_flight = judge.max_concurrency * config.world_size
@@ -680,10 +680,10 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
 def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
     for key, part in resolved.by_judge.items():
         setting = part.config.judge.audit
-        if setting == "off" or not judge_verdict.rewards_that_ask(part):
+        if setting == "off" or not trials.rewards_that_ask(part):
             continue
         try:
-            verdict = judge_verdict.verdict(part)
+            verdict = trials.verdict(part)
         except ValueError as error:
             yield f"{key}.audit: {error}"
             continue

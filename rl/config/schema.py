@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from rl.config import earl_fields, loading
+from rl.config import loading
 from rl.config.loading import (
     configs_folder,
     evaluate,
@@ -538,8 +538,8 @@ def load_config(
     if other_format := loading.refusal(str(path), number, loading.CONFIG, loading.CONFIG):
         raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
-    if earl_fields.is_flat(values, required):
-        values, mistakes = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
+    if loading.is_earls(values, required):
+        values, mistakes = loading.from_earl(values, list(RunConfig.model_fields), Path(path).stem)
         if mistakes:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     config, mistakes = validate(RunConfig, _with_pool(values))

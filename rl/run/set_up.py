@@ -24,8 +24,7 @@ from rl.api.types import Sample
 from rl.build import Resolved
 from rl.check import check_report, memory_plan
 from rl.check.compatibility import check_resume, engine_dtype
-from rl.check.dry_run import START_PATIENCE_S, JudgeCheck, ask_judge
-from rl.check.judge_verdict import judge_passed
+from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
 from rl.console import Console, GroupPanel, warn
 from rl.files import append_line, json_line, read_rows, write_atomically

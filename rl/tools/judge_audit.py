@@ -23,7 +23,7 @@ from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
-from rl.check.judge_verdict import (
+from rl.check.trials import (
     Kind,
     RewardAudit,
     decided,

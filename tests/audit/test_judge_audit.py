@@ -14,7 +14,7 @@ from PIL import Image
 from benchmarks.judge_defects import DEFECTS, DefectiveJudge, examine
 from rl import build
 from rl.api.types import Sample
-from rl.check.judge_verdict import verdict
+from rl.check.trials import verdict
 from rl.config.schema import JudgeConfig, load_config
 from rl.judge.client import JudgeError
 from rl.tools import judge_audit

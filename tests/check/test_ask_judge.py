@@ -20,7 +20,7 @@ from tiny_ranks import held_port
 from rl import build
 from rl.api.types import Sample
 from rl.check import check_report
-from rl.check.dry_run import JudgeCheck, ask_judge
+from rl.check.trials import JudgeCheck, ask_judge
 from rl.config.schema import RunConfig, load_config
 from rl.simple_launch import main
 from tiny_world.judge_server import JudgeServer

@@ -12,7 +12,7 @@ import pytest
 from tiny_messages import holds
 
 from rl import build
-from rl.config import earl_fields
+from rl.config import loading
 from rl.config.schema import ConfigError, RunConfig, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +97,8 @@ def test_the_documented_block_is_read(tmp_path: Path) -> None:
 
 def test_every_field_of_earl_has_a_place() -> None:
     """EARL's code had 43 fields."""
-    assert len(earl_fields.Fields.model_fields) == 43
-    assert set(earl_fields.Fields.model_fields) >= set(re.findall(r"^    (\w+):", DOCUMENTED, re.M))
+    assert len(loading.EarlFields.model_fields) == 43
+    assert set(loading.EarlFields.model_fields) >= set(re.findall(r"^    (\w+):", DOCUMENTED, re.M))
 
 
 MORE = {

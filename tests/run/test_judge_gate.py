@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.judge_defects import DefectiveJudge
 from rl import build
-from rl.check import check_report, judge_verdict
-from rl.check.judge_verdict import judge_passed
+from rl.check import check_report, trials
+from rl.check.trials import judge_passed
 from rl.config.schema import load_config
 from rl.console import Console
 from rl.judge.client import JudgeClient, JudgeError
@@ -64,9 +64,9 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_spec(judge_verdict.AUDIT[4])
-    tiny = (sys.executable, "-u", "-P", str(TINY_AUDIT), *judge_verdict.AUDIT[5:])
-    monkeypatch.setattr(judge_verdict, "AUDIT", tiny)
+    assert find_spec(trials.AUDIT[4])
+    tiny = (sys.executable, "-u", "-P", str(TINY_AUDIT), *trials.AUDIT[5:])
+    monkeypatch.setattr(trials, "AUDIT", tiny)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
     config = load_config("configs/quickstart.jsonnet", overrides(tmp_path))
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
-    file = tmp_path / judge_verdict.FILE
+    file = tmp_path / trials.FILE
     text = file.read_text()
     [key] = json.loads(text)
     damages = (('"auroc":', '"area":'), ('"auroc":', '"auroc": "x", "mean":'), ('"date"', '"day"'))
@@ -137,7 +137,7 @@ def test_a_judge_of_its_own_is_audited_with_its_own_rewards(
     second = f"rewards.second={{type: 'audited_here.mine', judge: {own}}}"
     with gate(tmp_path, "sound") as (_, passes):
         assert passes(second, key="rewards.second.judge") is True
-    [entry] = json.loads((tmp_path / judge_verdict.FILE).read_text()).values()
+    [entry] = json.loads((tmp_path / trials.FILE).read_text()).values()
     assert [audit["reward"] for audit in entry["audits"]] == ["rewards.second"]
     assert entry["judge"]["revision"] == "b" and "viescore" not in entry["judge"]["rewards"]
 
@@ -154,7 +154,7 @@ def test_an_audit_that_cannot_be_made_is_an_error(
         with pytest.raises(JudgeError, match=r"^judge\.audit: .* cannot be audited: no judge at"):
             passes()
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr(judge_verdict, "AUDIT", ("sh", "-c", "kill -9 $$"))
+        monkeypatch.setattr(trials, "AUDIT", ("sh", "-c", "kill -9 $$"))
         with pytest.raises(JudgeError, match="the audit ended with exit code -9"):
             passes()
         monkeypatch.setitem(signals._received_s, signal.SIGTERM, 0.0)
@@ -181,7 +181,7 @@ def test_a_stop_signal_ends_the_audit(tmp_path: Path, monkeypatch: pytest.Monkey
         is_over.set()
     programs = [child.cmdline() for child in psutil.Process().children()]
     assert not [words for words in programs if str(TINY_AUDIT) in words]
-    assert not (tmp_path / judge_verdict.FILE).exists()
+    assert not (tmp_path / trials.FILE).exists()
 
 
 def test_page_and_card_say_whether_the_judge_passed() -> None:

@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from rl import build, printing
-from rl.check.judge_verdict import audited_rewards, file_of, rewards_that_ask
 from rl.check.this_machine import has_gpus
+from rl.check.trials import audited_rewards, file_of, rewards_that_ask
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.console import duration
 from rl.judge.client import JudgeClient, JudgeError
