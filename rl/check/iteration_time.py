@@ -83,10 +83,11 @@ class Iteration:
         that ranks condition while workers draw; also deaths, start-up, held-out evaluations,
         `max_staleness`, and how a GPU slows down in small batches.
 
-        Beside a simulation of the events, before that was deleted: 400 random cases, median error
-        0.1 %, 90 % within 4.7 %, worst 26 %; the 277 of them with a pool, now with `local`: 1.6,
-        7.9 and 19 %. Five shipped configs, 220 cases: 0.1, 7.4 and 16 %; with `local`, 200 cases:
-        0.8, 9.6 and 22 %.
+        Beside a simulation of the events, before that was deleted: on the 400 random cases that the
+        formula was chosen on, median error 0.1 %, 90 % within 4.7 %, worst 26 %; on 1,200 others
+        0.1, 4.4 and 38 %, and on the 813 of them with a pool, now with `local`, 1.4, 7.0 and 26 %.
+        Five shipped configs, 220 cases: 0.1, 7.4 and 16 %; with `local`, 200 cases: 0.8, 9.6 and
+        22 %.
         """
         each = self.num_groups * self.group_size
         batch = min(self.batch_size, each)
