@@ -180,7 +180,7 @@ class LoadedRun:
         one iteration was not recorded."""
         files = reading.episode_files(self.folder)
         return Table(
-            _row(record, number, self.folder)
+            as_row(record, number, self.folder)
             for number in _chosen(iterations, files)
             for file in files[number]
             for record in reading.named_rows(file, "sample_id")[0]
@@ -191,7 +191,7 @@ class LoadedRun:
         ValueError if there is no such evaluation."""
         folders = reading.evaluation_folders(self.folder)
         return Table(
-            _row({"sample_id": record["id"], **record}, number, folders[number])
+            as_row({"sample_id": record["id"], **record}, number, folders[number])
             for number in _chosen(iterations, folders)
             for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
         )
@@ -206,7 +206,8 @@ def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) ->
     return [number for number in (known if iterations is None else iterations) if number in known]
 
 
-def _row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
+def as_row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
+    """The row of a record; `folder`: to which its file names are relative."""
     bare, parts = record.get("bare"), record.get("parts")
     values: dict[str, Any] = {
         "bare_reward": bare.get("reward") if isinstance(bare, Mapping) else None,

@@ -105,6 +105,21 @@ def test_the_table_has_the_first_rank_s_first_episodes(tmp_path: Path) -> None:
     assert episode_table(LoadedRun(run_dir), 2, 2) == [], "that iteration is not recorded"
 
 
+def test_what_an_iteration_costs_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of iterations with the files of many ranks, and few evaluations."""
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "episodes/it_000001.rank1.jsonl").mkdir()  # cannot be read
+    listed: list[str] = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda at, name: (listed.append(name), glob(at, name))[1])
+    for iteration in range(1, 4):
+        assert len(episode_table(LoadedRun(run_dir), iteration, 9)) == 6
+        assert before_after(LoadedRun(run_dir), iteration) == ([], {})
+    assert listed == [], "folders of the whole run"
+
+
 def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     file = run_dir / "episodes/it_000001.rank0.jsonl"

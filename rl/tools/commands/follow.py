@@ -48,9 +48,9 @@ from rl.files import (
 from rl.printing import code, scrub, text
 from rl.ranks.signals import leave
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
-from rl.tools.notebook import LoadedRun, Row
+from rl.tools.notebook import LoadedRun, Row, as_row
 from rl.tools.report.page import MAIN_METRICS, write_page
-from rl.tools.report.reading import BusyError, find_run, locked, read_evaluations
+from rl.tools.report.reading import BusyError, find_run, locked, named_rows, read_evaluations
 from rl.tools.report.summary import learnt
 
 MAIN = "0_main/"
@@ -84,7 +84,9 @@ def row_from(line: bytes) -> Metrics | None:
 def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[str, Cell]]:
     """The first rank's first episodes of an iteration, with small pictures; all have the same
     columns. [] if none is on record."""
-    episodes = [episode for episode in run.episodes([iteration]) if not episode.rank][:max_rows]
+    file = run.folder / f"episodes/it_{iteration:06d}.rank0.jsonl"
+    records = named_rows(file, "sample_id")[0][:max_rows]
+    episodes = [as_row(record, iteration, run.folder) for record in records]
     parts = sorted({name for episode in episodes for name in episode.parts})
     sources = [episode.sources() for episode in episodes]
     names = ["source", *(f"source {n + 1}" for n in range(1, max(map(len, sources), default=1)))]
@@ -118,6 +120,8 @@ class BeforeAfter(NamedTuple):
 def before_after(run: LoadedRun, iteration: int) -> BeforeAfter:
     """The evaluation after `iteration` compared with the first; empty if there are not both. The
     same first samples every time, so that a tracker can step through them."""
+    if not (run.folder / f"evaluation/it_{iteration:06d}").is_dir():  # as after most iterations
+        return BeforeAfter([], {})
     result = learnt(read_evaluations(run.folder, iteration))
     if result is None or result.after != iteration:
         return BeforeAfter([], {})
