@@ -10,18 +10,18 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
+
+from PIL.Image import DecompressionBombError, Image
 
 from rl.config.schema import load_config
 from rl.files import open_picture
 from rl.record.run_summary import is_in_use
 from rl.tools.report import reading
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 ConfigOrPath = str | Path | Mapping[str, Any]
 """A config file, or the config itself as nested dicts and lists."""
@@ -91,7 +91,7 @@ class Row:
     """The folder to which the record's file names are relative."""
 
     def image(self) -> Image | None:
-        """The rendered picture, or its thumbnail if only that is on record."""
+        """The rendered picture, or its thumbnail if only that is on record and readable."""
         return self._open(self.record.get("image_file"), self.record.get("thumbnail"))
 
     def sources(self) -> list[Image]:
@@ -106,16 +106,17 @@ class Row:
     def _open(self, *places: object) -> Image | None:
         is_held_out = self.folder.parent.name == "evaluation"
         picture_of = reading.picture if is_held_out else reading.picture_of
-        kept = next(filter(None, (picture_of(self.folder, place) for place in places)), None)
-        if kept is None:
-            return None
-        file, _, box = kept.partition("#xywh=")
-        with open_picture(self.folder / file, ("PNG", "WEBP")) as picture:
-            whole = picture.convert("RGB")
-        if not box:
-            return whole
-        left, top, width, height = map(int, box.split(","))
-        return whole.crop((left, top, left + width, top + height))
+        for kept in filter(None, (picture_of(self.folder, place) for place in places)):
+            file, _, box = kept.partition("#xywh=")
+            # Damaged, or deleted in this instant (`tracking.keep_images_of_last_n_iterations`).
+            with suppress(OSError, ValueError, SyntaxError, DecompressionBombError):
+                with open_picture(self.folder / file, ("PNG", "WEBP")) as picture:
+                    whole = picture.convert("RGB")
+                if not box:
+                    return whole
+                left, top, width, height = map(int, box.split(","))
+                return whole.crop((left, top, left + width, top + height))
+        return None
 
 
 RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")

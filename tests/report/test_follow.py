@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_messages import holds, refusal
 from tiny_report import (
     EVIL,
+    REWARDS,
     held_out,
     metrics,
     write_episodes,
@@ -37,6 +38,7 @@ from rl.tools.commands.follow import (
     allowed_by_env,
     before_after,
     episode_table,
+    last_on_disk,
     row_from,
     wandb_records,
 )
@@ -149,6 +151,16 @@ def test_a_picture_that_was_deleted_is_shown_small(tmp_path: Path) -> None:
     assert table[0]["rendered"].size == (24, 12)
 
 
+def test_a_damaged_picture_is_left_out_and_the_rest_is_sent(tmp_path: Path) -> None:
+    """It is on the disk for good: every later start would stop there, too."""
+    run_dir = write_run(tmp_path / "run")
+    for file in ("images/it_000001/rank0_g00_m0.png", "evaluation/it_000004/0_image.png"):
+        (run_dir / file).write_bytes((run_dir / file).read_bytes()[:40])
+    table = episode_table(LoadedRun(run_dir), 1, 2)
+    assert [row["rendered"] is None for row in table] == [True, False]
+    assert len(before_after(LoadedRun(run_dir), 4).pictures) == len(REWARDS[4]) - 1
+
+
 def test_the_last_evaluation_is_compared_with_the_first(tmp_path: Path) -> None:
     old = [held_out(i, 0.25) for i in range(12)]
     new = [held_out(i, 0.25 + 0.5 * (i % 2), completion="better") for i in range(11)]
@@ -202,6 +214,19 @@ def test_tensorboard_shows_a_repeated_iteration_once(tmp_path: Path) -> None:
     points = [(point.step, point.value) for point in read(run_dir).Scalars("reward/mean")]
     assert points == [(i, float(i)) for i in range(6)]
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+def test_a_view_does_not_write_through_a_link(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, other = write_run(tmp_path / "run"), tmp_path / "other"
+    other.mkdir(mode=0o755)
+    (other / "events.out.tfevents.1").touch()
+    (run_dir / "tensorboard").symlink_to(other)
+    assert sent(run_dir, tensorboard=True).complete == set()
+    assert holds(capfd.readouterr().err, "tensorboard stopped ... it is a link")
+    assert [file.name for file in other.iterdir()] == ["events.out.tfevents.1"]
+    assert other.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_view_that_fails_says_so_and_the_others_go_on(
@@ -347,6 +372,13 @@ def test_wandb_mode_can_only_lower_the_configured_mode(monkeypatch, configured, 
     if from_env:
         monkeypatch.setenv("WANDB_MODE", from_env)
     assert allowed_by_env(configured) == allowed
+
+
+def test_a_pipe_in_place_of_a_wandb_file_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "run-1").mkdir()
+    os.mkfifo(tmp_path / "run-1/run-a.wandb")
+    with pytest.raises(OSError, match="is a device or a pipe"):
+        last_on_disk(tmp_path)
 
 
 def test_records_are_read_across_blocks_and_up_to_a_cut() -> None:

@@ -33,9 +33,11 @@ from PIL.Image import Image
 
 from rl import printing
 from rl.config import loading
+from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
 from rl.console import warn
 from rl.files import (
+    MAX_ROWS_BYTES,
     current_path,
     downscale,
     hold,
@@ -354,7 +356,7 @@ def last_on_disk(folder: Path) -> int:
 
     steps = [-1]
     for file in folder.glob("*run-*/run-*.wandb"):
-        for data in wandb_records(file.read_bytes()):
+        for data in wandb_records(read_bytes(file, MAX_ROWS_BYTES)):
             steps.append(Record.FromString(data).history.step.num if data[:1] else -1)
     return max(steps)
 
