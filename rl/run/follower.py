@@ -18,7 +18,9 @@ from rl.files import current_path, private
 from rl.printing import environment_without
 from rl.record.run_summary import is_locked
 
-LOG, LOCK = "logs/follow.log", "logs/follow.lock"
+LOG = "logs/follow.log"
+LOCK = "logs/follow.{}.lock"
+"""Held by the process that sends the run to the tracker of that name, or writes its page."""
 LIMIT_S = 60.0
 """How long the follower of an ended run may take for the last rows."""
 ENDED, FAILED = b"ended", b"failed"
@@ -148,7 +150,7 @@ def wait_for_last_rows(run_dir: Path, stopped: Callable[[], bool]) -> None:
     """Wait while the follower of a run that has ended sends the last rows: at most `LIMIT_S` s and
     a little, or until `stopped`. It then says itself which command sends the rest."""
     lines, until_s = _log_of(run_dir), time.monotonic() + LIMIT_S + _END_S
-    while is_locked(run_dir / LOCK):
+    while any(map(is_locked, run_dir.glob(LOCK.format("*")))):
         if stopped() or time.monotonic() > until_s:
             _to_stderr(f"not waited for the last rows: rl follow {quote(str(run_dir))} sends them")
             break

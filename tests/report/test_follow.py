@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_messages import holds, refusal
+from tiny_messages import holds
 from tiny_report import (
     EVIL,
     REWARDS,
@@ -350,11 +350,17 @@ def test_a_service_that_hangs_holds_up_no_other_and_not_the_end(
     assert holds(warning, f"trackio: ... after 3 s; rl follow {run_dir}")
 
 
-def test_a_run_is_followed_by_one_process(tmp_path: Path) -> None:
+def test_a_view_has_one_process_and_another_may_be_added_to_a_run_that_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The follower of a run writes its page by default."""
     run_dir = write_run(tmp_path / "run")
     (run_dir / "logs").mkdir()
-    with locked(run_dir / LOCK, 0.0):
-        assert holds(refusal(follow.main, [str(run_dir)]), f"{run_dir} ... another process")
+    with locked(run_dir / LOCK.format("page"), 0.0):
+        assert sent(run_dir, page=True, tensorboard=True).complete == {"tensorboard"}
+    errors = capfd.readouterr().err
+    assert holds(errors, f"page stopped ... another process ... rl follow {run_dir} --page sends")
+    assert not (run_dir / "report").exists()
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_the_end_waits_for_the_last_rows_but_not_forever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait_for_last_rows(tmp_path, lambda: False)  # nothing follows it
-    lock = tmp_path / LOCK
+    lock = tmp_path / LOCK.format("wandb")
     lock.parent.mkdir()
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -240,7 +240,7 @@ def test_a_real_follower_writes_the_page_and_ends_after_the_run(
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     started = of(tmp_path)
     started.start()
-    wait_for((run_dir / LOCK).exists)
+    wait_for((run_dir / LOCK.format("page")).exists)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a batch system sends them to every process
         wait_for((run_dir / "report/index.html").exists)
         os.kill(started._process.pid, signum)

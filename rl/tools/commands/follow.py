@@ -278,7 +278,7 @@ class Wandb(View):
                 self._wandb.teardown()
                 warn(
                     f"wandb: cannot go online ({on_one_line(error)}); it goes on offline, and "
-                    f"{command(self.folder, '--wandb online')} sends everything later"
+                    f"{command(followed, 'wandb')} sends everything later"
                 )
         self.first = 1 + last_on_disk(self.folder / "wandb")
 
@@ -423,8 +423,10 @@ def on_one_line(error: Exception) -> str:
     return scrub(" ".join(str(error).split()))
 
 
-def command(run_dir: Path, options: str = "") -> str:
-    return f"rl follow {quote(str(run_dir))} {options}".rstrip()
+def command(followed: Followed, name: str) -> str:
+    """The command that sends to one view what is missing there."""
+    mode = f" {followed.tracking.wandb}" if name == "wandb" else ""
+    return f"rl follow {quote(str(followed.run.folder))} --{name}{mode}"
 
 
 def follow(
@@ -433,19 +435,21 @@ def follow(
     """Send everything to one view until the run has `ended`. After any error the view is left as it
     is: `rl follow` continues it later."""
     run_dir = followed.run.folder
-    lines = Lines(run_dir / "metrics.jsonl")
+    lines, lock = Lines(run_dir / "metrics.jsonl"), run_dir / LOCK.format(name)
     try:
-        view = open_view(followed)
-        is_last = False
-        while not is_last:
-            is_last = ended.wait(LOOK_EVERY_S)  # then all that the run wrote is there
-            view.send([row for row in map(row_from, lines.new()) if row])
-        place = view.close()
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock, 0.0 if followed.pid is None else LIMIT_S):
+            view = open_view(followed)
+            is_last = False
+            while not is_last:
+                is_last = ended.wait(LOOK_EVERY_S)  # then all that the run wrote is there
+                view.send([row for row in map(row_from, lines.new()) if row])
+            place = view.close()
         followed.complete.add(name)
         if followed.pid is None:
             print(f"{name}: {place}", flush=True)
     except Exception as error:  # a tracker may fail in any way
-        rest = f"{command(run_dir)} sends what is missing"
+        rest = f"{command(followed, name)} sends what is missing"
         warn(f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}")
 
 
@@ -472,10 +476,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # it ends after the run
     hold(run_dir)
-    (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
-    with locked(run_dir / LOCK, LIMIT_S if args.with_run else 0.0):
-        followed = Followed(run, tracking, os.getppid() if args.with_run else None)
-        names = follow_all(followed)
+    followed = Followed(run, tracking, os.getppid() if args.with_run else None)
+    names = follow_all(followed)
     sys.stdout.flush()
     # What hangs in a tracker's library must not keep this process.
     leave(not followed.complete.issuperset(names))
@@ -523,7 +525,7 @@ def follow_all(followed: Followed) -> Iterable[str]:
         if thread.is_alive():
             warn(
                 f"{thread.name}: the last rows are not sent after {LIMIT_S:g} s; "
-                f"{command(followed.run.folder)} sends them at any time"
+                f"{command(followed, thread.name)} sends them at any time"
             )
     return views
 
