@@ -3,6 +3,7 @@ because the real one needs another Pillow."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -239,6 +240,28 @@ def test_a_view_that_fails_says_so_and_the_others_go_on(
     [line] = capfd.readouterr().err.splitlines()
     assert holds(line, f"WARNING: trackio ... OSError: disk full ... rl follow {run_dir}")
     assert len(read(run_dir).Scalars("reward/mean")) == 4
+
+
+def test_after_a_full_disk_the_page_goes_on_and_no_warning_is_lost(
+    tmp_path: Path, fake: _Trackio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of the follower is on the same disk as the run, which waits for room."""
+    full, said = OSError(errno.ENOSPC, "no space"), list[str]()
+    refusals = {"page": [full], "warn": [full]}
+
+    def refuse(name: str) -> None:
+        if refusals[name]:
+            raise refusals[name].pop()
+
+    real = follow.write_page
+    monkeypatch.setattr(follow, "write_page", lambda folder: (refuse("page"), real(folder))[1])
+    monkeypatch.setattr(follow, "warn", lambda line: (refuse("warn"), said.append(line)))
+    fake.problem = full
+    run_dir = write_run(tmp_path / "run")
+    assert sent(run_dir, page=True, trackio=True).complete == {"page"}
+    assert (run_dir / "report/index.html").is_file()
+    [warning] = said
+    assert holds(warning, f"trackio stopped ... no space ... rl follow {run_dir} --trackio")
 
 
 @pytest.mark.parametrize(

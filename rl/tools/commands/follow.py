@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -164,6 +164,10 @@ class Followed:
     """Whether the run has ended by an error or a kill."""
     complete: set[str] = field(default_factory=set)
     """Views that show everything."""
+    unsaid: list[str] = field(default_factory=list)
+    """Warnings for which the disk had no room, to be printed at the end."""
+    locks: ExitStack = field(default_factory=ExitStack)
+    """Of the views, held to the end: a run that waits for them then finds all warnings."""
 
 
 class View:
@@ -198,7 +202,7 @@ class Page(View):
 
     def send(self, rows: Sequence[Metrics]) -> None:
         if any(name.startswith("eval/") for row in rows for name in row):
-            with suppress(BusyError):  # another report writes it
+            with suppress(BusyError, OSError):  # another report writes it; the disk is full
                 self.close()
 
     def close(self) -> str:
@@ -438,19 +442,23 @@ def follow(
     lines, lock = Lines(run_dir / "metrics.jsonl"), run_dir / LOCK.format(name)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, 0.0 if followed.pid is None else LIMIT_S):
-            view = open_view(followed)
-            is_last = False
-            while not is_last:
-                is_last = ended.wait(LOOK_EVERY_S)  # then all that the run wrote is there
-                view.send([row for row in map(row_from, lines.new()) if row])
-            place = view.close()
+        followed.locks.enter_context(locked(lock, 0.0 if followed.pid is None else LIMIT_S))
+        view = open_view(followed)
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(LOOK_EVERY_S)  # then all that the run wrote is there
+            view.send([row for row in map(row_from, lines.new()) if row])
+        place = view.close()
         followed.complete.add(name)
         if followed.pid is None:
             print(f"{name}: {place}", flush=True)
     except Exception as error:  # a tracker may fail in any way
         rest = f"{command(followed, name)} sends what is missing"
-        warn(f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}")
+        warning = f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}"
+        try:
+            warn(warning)
+        except OSError:
+            followed.unsaid.append(warning)
 
 
 @printing.program
@@ -527,6 +535,8 @@ def follow_all(followed: Followed) -> Iterable[str]:
                 f"{thread.name}: the last rows are not sent after {LIMIT_S:g} s; "
                 f"{command(followed, thread.name)} sends them at any time"
             )
+    for warning in followed.unsaid:
+        warn(warning)
     return views
 
 
