@@ -30,6 +30,7 @@ from tiny_report import (
 )
 
 from rl.config.schema import TrackingConfig
+from rl.record.run_summary import LOCKS
 from rl.run.follower import LOCK, Lines
 from rl.tools.commands import follow
 from rl.tools.commands.follow import (
@@ -381,6 +382,8 @@ def test_a_view_has_one_process_and_another_may_be_added_to_a_run_that_goes_on(
     (run_dir / "logs").mkdir()
     with locked(run_dir / LOCK.format("page"), 0.0):
         assert sent(run_dir, page=True, tensorboard=True).complete == {"tensorboard"}
+        with locked(run_dir / LOCKS[0], 0.0):
+            assert sent(run_dir, page=True).complete == set(), "it does not wait for the run's end"
     errors = capfd.readouterr().err
     assert holds(errors, f"page stopped ... another process ... rl follow {run_dir} --page sends")
     assert not (run_dir / "report").exists()

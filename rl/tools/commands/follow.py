@@ -523,7 +523,9 @@ def follow_all(followed: Followed) -> Iterable[str]:
     if followed.pid is not None:
         followed.failed = sys.stdin.buffer.read() != ENDED
     with suppress(KeyboardInterrupt):
-        while followed.pid is None and followed.run.is_running:
+        while (
+            followed.pid is None and followed.run.is_running and any(t.is_alive() for t in threads)
+        ):
             time.sleep(LOOK_EVERY_S)
     ended.set()
     until_s = math.inf if followed.pid is None else time.monotonic() + LIMIT_S
