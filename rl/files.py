@@ -77,7 +77,10 @@ def private(path: str, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only this user may enter, for files that libraries write."""
+    """Make a folder that only this user may enter, for files that libraries write. Raises OSError
+    (ELOOP) if it is a link."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, _REFUSED[errno.ELOOP], str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(OSError):
         path.chmod(0o700)

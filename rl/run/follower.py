@@ -3,11 +3,13 @@ reads only the run folder, so that nothing that it does can delay or end trainin
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from shlex import quote
 
@@ -16,7 +18,9 @@ from rl.files import current_path, private
 from rl.printing import environment_without
 from rl.record.run_summary import is_locked
 
-LOG, LOCK = "logs/follow.log", "logs/follow.lock"
+LOG = "logs/follow.log"
+LOCK = "logs/follow.{}.lock"
+"""Held by the process that sends the run to the tracker of that name, or writes its page."""
 LIMIT_S = 60.0
 """How long the follower of an ended run may take for the last rows."""
 ENDED, FAILED = b"ended", b"failed"
@@ -36,6 +40,11 @@ def _to_stderr(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Opens a pipe without a wait for its writer; to read from it is an OSError then."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class Lines:
     """The whole lines of a growing file that were not read before."""
 
@@ -44,7 +53,7 @@ class Lines:
 
     def new(self) -> list[bytes]:
         try:
-            with open(current_path(self._path), "rb") as file:
+            with open(current_path(self._path), "rb", opener=_at_once) as file:
                 file.seek(self._offset)
                 whole, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -54,9 +63,19 @@ class Lines:
 
     def show(self) -> None:
         """Print those of them that the console shows."""
-        for line in self.new():
-            if line.startswith((b"WARNING: ", SAID)):
-                _to_stderr(line.removeprefix(SAID).decode(errors="replace"))
+        with suppress(OSError):  # a network's file system
+            for line in self.new():
+                if line.startswith((b"WARNING: ", SAID)):
+                    _to_stderr(line.removeprefix(SAID).decode(errors="replace"))
+
+
+@cache
+def _log_of(run_dir: Path) -> Lines:
+    """One in a process, so that it prints each line once; without those of earlier starts."""
+    lines = Lines(run_dir / LOG)
+    with suppress(OSError):
+        lines.new()
+    return lines
 
 
 class Follower:
@@ -69,8 +88,7 @@ class Follower:
         self._run_dir = run_dir
         uses = {WANDB_KEY: tracking.wandb == "online", "HF_TOKEN": tracking.trackio_space}
         self._keys = [name for name, is_used in uses.items() if is_used]
-        self._lines = Lines(run_dir / LOG)
-        self._lines.new()  # of earlier starts
+        self._lines = _log_of(run_dir)
         self._process: subprocess.Popen[bytes] | None = None
         self._starts_left = _MAX_STARTS
         self._ended_s: float | None = None
@@ -99,6 +117,8 @@ class Follower:
 
     def look(self) -> None:
         """Print what the follower has to say; start it again if it has ended."""
+        if not self._wanted:
+            return
         self._lines.show()
         if self._process is None or self._process.poll() is None:
             return
@@ -129,9 +149,8 @@ class Follower:
 def wait_for_last_rows(run_dir: Path, stopped: Callable[[], bool]) -> None:
     """Wait while the follower of a run that has ended sends the last rows: at most `LIMIT_S` s and
     a little, or until `stopped`. It then says itself which command sends the rest."""
-    lines, until_s = Lines(run_dir / LOG), time.monotonic() + LIMIT_S + _END_S
-    lines.new()
-    while is_locked(run_dir / LOCK):
+    lines, until_s = _log_of(run_dir), time.monotonic() + LIMIT_S + _END_S
+    while any(map(is_locked, run_dir.glob(LOCK.format("*")))):
         if stopped() or time.monotonic() > until_s:
             _to_stderr(f"not waited for the last rows: rl follow {quote(str(run_dir))} sends them")
             break

@@ -10,18 +10,18 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
+
+from PIL.Image import DecompressionBombError, Image
 
 from rl.config.schema import load_config
 from rl.files import open_picture
 from rl.record.run_summary import is_in_use
 from rl.tools.report import reading
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 ConfigOrPath = str | Path | Mapping[str, Any]
 """A config file, or the config itself as nested dicts and lists."""
@@ -91,7 +91,7 @@ class Row:
     """The folder to which the record's file names are relative."""
 
     def image(self) -> Image | None:
-        """The rendered picture, or its thumbnail if only that is on record."""
+        """The rendered picture, or its thumbnail if only that is on record and readable."""
         return self._open(self.record.get("image_file"), self.record.get("thumbnail"))
 
     def sources(self) -> list[Image]:
@@ -106,16 +106,17 @@ class Row:
     def _open(self, *places: object) -> Image | None:
         is_held_out = self.folder.parent.name == "evaluation"
         picture_of = reading.picture if is_held_out else reading.picture_of
-        kept = next(filter(None, (picture_of(self.folder, place) for place in places)), None)
-        if kept is None:
-            return None
-        file, _, box = kept.partition("#xywh=")
-        with open_picture(self.folder / file, ("PNG", "WEBP")) as picture:
-            whole = picture.convert("RGB")
-        if not box:
-            return whole
-        left, top, width, height = map(int, box.split(","))
-        return whole.crop((left, top, left + width, top + height))
+        for kept in filter(None, (picture_of(self.folder, place) for place in places)):
+            file, _, box = kept.partition("#xywh=")
+            # Damaged, or deleted in this instant (`tracking.keep_images_of_last_n_iterations`).
+            with suppress(OSError, ValueError, SyntaxError, DecompressionBombError):
+                with open_picture(self.folder / file, ("PNG", "WEBP")) as picture:
+                    whole = picture.convert("RGB")
+                if not box:
+                    return whole
+                left, top, width, height = map(int, box.split(","))
+                return whole.crop((left, top, left + width, top + height))
+        return None
 
 
 RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")
@@ -180,7 +181,7 @@ class LoadedRun:
         one iteration was not recorded."""
         files = reading.episode_files(self.folder)
         return Table(
-            _row(record, number, self.folder)
+            as_row(record, number, self.folder)
             for number in _chosen(iterations, files)
             for file in files[number]
             for record in reading.named_rows(file, "sample_id")[0]
@@ -191,7 +192,7 @@ class LoadedRun:
         ValueError if there is no such evaluation."""
         folders = reading.evaluation_folders(self.folder)
         return Table(
-            _row({"sample_id": record["id"], **record}, number, folders[number])
+            as_row({"sample_id": record["id"], **record}, number, folders[number])
             for number in _chosen(iterations, folders)
             for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
         )
@@ -206,7 +207,8 @@ def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) ->
     return [number for number in (known if iterations is None else iterations) if number in known]
 
 
-def _row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
+def as_row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
+    """The row of a record; `folder`: to which its file names are relative."""
     bare, parts = record.get("bare"), record.get("parts")
     values: dict[str, Any] = {
         "bare_reward": bare.get("reward") if isinstance(bare, Mapping) else None,

@@ -3,11 +3,13 @@ because the real one needs another Pillow."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,10 @@ from typing import Any
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_messages import holds, refusal
+from tiny_messages import holds
 from tiny_report import (
     EVIL,
+    REWARDS,
     held_out,
     metrics,
     write_episodes,
@@ -26,8 +29,10 @@ from tiny_report import (
     write_lines,
     write_run,
 )
+from wandb.proto.wandb_internal_pb2 import HistoryRecord, HistoryStep, Record
 
 from rl.config.schema import TrackingConfig
+from rl.record.run_summary import LOCKS
 from rl.run.follower import LOCK, Lines
 from rl.tools.commands import follow
 from rl.tools.commands.follow import (
@@ -37,6 +42,7 @@ from rl.tools.commands.follow import (
     allowed_by_env,
     before_after,
     episode_table,
+    last_on_disk,
     row_from,
     wandb_records,
 )
@@ -105,6 +111,21 @@ def test_the_table_has_the_first_rank_s_first_episodes(tmp_path: Path) -> None:
     assert episode_table(LoadedRun(run_dir), 2, 2) == [], "that iteration is not recorded"
 
 
+def test_what_an_iteration_costs_does_not_grow_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of iterations with the files of many ranks, and few evaluations."""
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "episodes/it_000001.rank1.jsonl").mkdir()  # cannot be read
+    listed: list[str] = []
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda at, name: (listed.append(name), glob(at, name))[1])
+    for iteration in range(1, 4):
+        assert len(episode_table(LoadedRun(run_dir), iteration, 9)) == 6
+        assert before_after(LoadedRun(run_dir), iteration) == ([], {})
+    assert listed == [], "folders of the whole run"
+
+
 def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     file = run_dir / "episodes/it_000001.rank0.jsonl"
@@ -132,6 +153,16 @@ def test_a_picture_that_was_deleted_is_shown_small(tmp_path: Path) -> None:
     write_lines(file, rows)
     table = episode_table(LoadedRun(run_dir), 1, 1)
     assert table[0]["rendered"].size == (24, 12)
+
+
+def test_a_damaged_picture_is_left_out_and_the_rest_is_sent(tmp_path: Path) -> None:
+    """It is on the disk for good: every later start would stop there, too."""
+    run_dir = write_run(tmp_path / "run")
+    for file in ("images/it_000001/rank0_g00_m0.png", "evaluation/it_000004/0_image.png"):
+        (run_dir / file).write_bytes((run_dir / file).read_bytes()[:40])
+    table = episode_table(LoadedRun(run_dir), 1, 2)
+    assert [row["rendered"] is None for row in table] == [True, False]
+    assert len(before_after(LoadedRun(run_dir), 4).pictures) == len(REWARDS[4]) - 1
 
 
 def test_the_last_evaluation_is_compared_with_the_first(tmp_path: Path) -> None:
@@ -189,6 +220,19 @@ def test_tensorboard_shows_a_repeated_iteration_once(tmp_path: Path) -> None:
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
 
 
+def test_a_view_does_not_write_through_a_link(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, other = write_run(tmp_path / "run"), tmp_path / "other"
+    other.mkdir(mode=0o755)
+    (other / "events.out.tfevents.1").touch()
+    (run_dir / "tensorboard").symlink_to(other)
+    assert sent(run_dir, tensorboard=True).complete == set()
+    assert holds(capfd.readouterr().err, "tensorboard stopped ... it is a link")
+    assert [file.name for file in other.iterdir()] == ["events.out.tfevents.1"]
+    assert other.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_view_that_fails_says_so_and_the_others_go_on(
     tmp_path: Path, fake: _Trackio, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +243,28 @@ def test_a_view_that_fails_says_so_and_the_others_go_on(
     [line] = capfd.readouterr().err.splitlines()
     assert holds(line, f"WARNING: trackio ... OSError: disk full ... rl follow {run_dir}")
     assert len(read(run_dir).Scalars("reward/mean")) == 4
+
+
+def test_after_a_full_disk_the_page_goes_on_and_no_warning_is_lost(
+    tmp_path: Path, fake: _Trackio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of the follower is on the same disk as the run, which waits for room."""
+    full, said = OSError(errno.ENOSPC, "no space"), list[str]()
+    refusals = {"page": [full], "warn": [full]}
+
+    def refuse(name: str) -> None:
+        if refusals[name]:
+            raise refusals[name].pop()
+
+    real = follow.write_page
+    monkeypatch.setattr(follow, "write_page", lambda folder: (refuse("page"), real(folder))[1])
+    monkeypatch.setattr(follow, "warn", lambda line: (refuse("warn"), said.append(line)))
+    fake.problem = full
+    run_dir = write_run(tmp_path / "run")
+    assert sent(run_dir, page=True, trackio=True).complete == {"page"}
+    assert (run_dir / "report/index.html").is_file()
+    [warning] = said
+    assert holds(warning, f"trackio stopped ... no space ... rl follow {run_dir} --trackio")
 
 
 @pytest.mark.parametrize(
@@ -310,11 +376,19 @@ def test_a_service_that_hangs_holds_up_no_other_and_not_the_end(
     assert holds(warning, f"trackio: ... after 3 s; rl follow {run_dir}")
 
 
-def test_a_run_is_followed_by_one_process(tmp_path: Path) -> None:
+def test_a_view_has_one_process_and_another_may_be_added_to_a_run_that_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The follower of a run writes its page by default."""
     run_dir = write_run(tmp_path / "run")
     (run_dir / "logs").mkdir()
-    with locked(run_dir / LOCK, 0.0):
-        assert holds(refusal(follow.main, [str(run_dir)]), f"{run_dir} ... another process")
+    with locked(run_dir / LOCK.format("page"), 0.0):
+        assert sent(run_dir, page=True, tensorboard=True).complete == {"tensorboard"}
+        with locked(run_dir / LOCKS[0], 0.0):
+            assert sent(run_dir, page=True).complete == set(), "it does not wait for the run's end"
+    errors = capfd.readouterr().err
+    assert holds(errors, f"page stopped ... another process ... rl follow {run_dir} --page sends")
+    assert not (run_dir / "report").exists()
 
 
 @pytest.mark.parametrize(
@@ -334,13 +408,20 @@ def test_wandb_mode_can_only_lower_the_configured_mode(monkeypatch, configured, 
     assert allowed_by_env(configured) == allowed
 
 
+def test_a_pipe_in_place_of_a_wandb_file_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "run-1").mkdir()
+    os.mkfifo(tmp_path / "run-1/run-a.wandb")
+    with pytest.raises(OSError, match="is a device or a pipe"):
+        last_on_disk(tmp_path)
+
+
+def piece(kind: int, data: bytes) -> bytes:
+    return bytes(4) + len(data).to_bytes(2, "little") + bytes([kind]) + data
+
+
 def test_records_are_read_across_blocks_and_up_to_a_cut() -> None:
     """The file's head of 7 bytes, a record in one piece, one over the first block's end, and one
     that a kill has cut."""
-
-    def piece(kind: int, data: bytes) -> bytes:
-        return bytes(4) + len(data).to_bytes(2, "little") + bytes([kind]) + data
-
     whole, long = b"a" * 10, b"b" * 50_000
     data = bytes(7) + piece(1, whole)
     room = 32_768 - len(data) - 7
@@ -349,3 +430,24 @@ def test_records_are_read_across_blocks_and_up_to_a_cut() -> None:
     assert list(wandb_records(data + piece(1, b"c" * 9)[:-3])) == [whole, long]
     padded = bytes(7) + piece(1, b"d" * (32_768 - 7 - 7 - 5)) + bytes(5) + piece(1, whole)
     assert list(wandb_records(padded))[1:] == [whole], "too little of the block is left for a head"
+
+
+def test_a_damaged_record_of_an_earlier_start_is_left_out(tmp_path: Path) -> None:
+    rows = [Record(history=HistoryRecord(step=HistoryStep(num=number))) for number in (3, 5)]
+    damaged = b"\xff" * 9
+    pieces = [piece(1, data) for data in (rows[0].SerializeToString(), damaged)]
+    file = tmp_path / "offline-run-1-x/run-x.wandb"
+    file.parent.mkdir()
+    file.write_bytes(bytes(7) + b"".join(pieces))
+    assert last_on_disk(tmp_path) == 3
+    file.write_bytes(bytes(7) + b"".join([*pieces, piece(1, rows[1].SerializeToString())]))
+    assert last_on_disk(tmp_path) == 5
+
+
+def test_wandb_mode_that_turns_a_view_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    args = Namespace(wandb="offline", tensorboard=False, trackio=False, page=False)
+    follow.wanted(LoadedRun(write_run(tmp_path / "run")), args)
+    assert holds(capfd.readouterr().err, "WANDB_MODE=disabled ... 'offline'")

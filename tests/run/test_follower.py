@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,44 @@ def test_what_the_follower_says_is_printed_once(
     assert capsys.readouterr().err == ""
 
 
+def test_ranks_without_a_follower_print_nothing(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = of(fake, is_main=False)
+    (fake / "run/logs").mkdir(parents=True)
+    (fake / "run" / LOG).write_text("WARNING: no key\n")
+    other.look()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_written_between_the_end_and_the_wait_is_printed(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A judge that the run started ends in between, which takes seconds."""
+    started = of(fake)
+    started.start()
+    started.close(failed=False)
+    wait_for((fake / "stdin").exists)
+    wait_for_last_rows(fake / "run", lambda: False)
+    assert capsys.readouterr().err.count("WARNING: no key\n") == 1
+    wait_for_last_rows(fake / "run", lambda: False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_log_that_cannot_be_read_does_not_stop_the_run(
+    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/logs").mkdir(parents=True)
+    make(tmp_path / "run" / LOG)
+    started = of(tmp_path)
+    started.start()
+    started.look()
+    started.close(failed=False)
+    wait_for_last_rows(tmp_path / "run", lambda: False)
+    assert "cannot be started" in capsys.readouterr().err
+
+
 def test_a_follower_that_ends_early_is_started_again_a_few_times(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +215,7 @@ def test_the_end_waits_for_the_last_rows_but_not_forever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait_for_last_rows(tmp_path, lambda: False)  # nothing follows it
-    lock = tmp_path / LOCK
+    lock = tmp_path / LOCK.format("wandb")
     lock.parent.mkdir()
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -202,7 +240,7 @@ def test_a_real_follower_writes_the_page_and_ends_after_the_run(
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     started = of(tmp_path)
     started.start()
-    wait_for((run_dir / LOCK).exists)
+    wait_for((run_dir / LOCK.format("page")).exists)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a batch system sends them to every process
         wait_for((run_dir / "report/index.html").exists)
         os.kill(started._process.pid, signum)

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -33,9 +33,11 @@ from PIL.Image import Image
 
 from rl import printing
 from rl.config import loading
+from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
 from rl.console import warn
 from rl.files import (
+    MAX_ROWS_BYTES,
     current_path,
     downscale,
     hold,
@@ -48,9 +50,9 @@ from rl.files import (
 from rl.printing import code, scrub, text
 from rl.ranks.signals import leave
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
-from rl.tools.notebook import LoadedRun, Row
+from rl.tools.notebook import LoadedRun, Row, as_row
 from rl.tools.report.page import MAIN_METRICS, learnt, write_page
-from rl.tools.report.reading import BusyError, find_run, locked, read_evaluations
+from rl.tools.report.reading import BusyError, find_run, locked, named_rows, read_evaluations
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""
@@ -83,7 +85,9 @@ def row_from(line: bytes) -> Metrics | None:
 def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[str, Cell]]:
     """The first rank's first episodes of an iteration, with small pictures; all have the same
     columns. [] if none is on record."""
-    episodes = [episode for episode in run.episodes([iteration]) if not episode.rank][:max_rows]
+    file = run.folder / f"episodes/it_{iteration:06d}.rank0.jsonl"
+    records = named_rows(file, "sample_id")[0][:max_rows]
+    episodes = [as_row(record, iteration, run.folder) for record in records]
     parts = sorted({name for episode in episodes for name in episode.parts})
     sources = [episode.sources() for episode in episodes]
     names = ["source", *(f"source {n + 1}" for n in range(1, max(map(len, sources), default=1)))]
@@ -117,6 +121,8 @@ class BeforeAfter(NamedTuple):
 def before_after(run: LoadedRun, iteration: int) -> BeforeAfter:
     """The evaluation after `iteration` compared with the first; empty if there are not both. The
     same first samples every time, so that a tracker can step through them."""
+    if not (run.folder / f"evaluation/it_{iteration:06d}").is_dir():  # as after most iterations
+        return BeforeAfter([], {})
     result = learnt(read_evaluations(run.folder, iteration))
     if result is None or result.after != iteration:
         return BeforeAfter([], {})
@@ -157,6 +163,10 @@ class Followed:
     """Whether the run has ended by an error or a kill."""
     complete: set[str] = field(default_factory=set)
     """Views that show everything."""
+    unsaid: list[str] = field(default_factory=list)
+    """Warnings for which the disk had no room, to be printed at the end."""
+    locks: ExitStack = field(default_factory=ExitStack)
+    """Of the views, held to the end: a run that waits for them then finds all warnings."""
 
 
 class View:
@@ -191,7 +201,7 @@ class Page(View):
 
     def send(self, rows: Sequence[Metrics]) -> None:
         if any(name.startswith("eval/") for row in rows for name in row):
-            with suppress(BusyError):  # another report writes it
+            with suppress(BusyError, OSError):  # another report writes it; the disk is full
                 self.close()
 
     def close(self) -> str:
@@ -271,7 +281,7 @@ class Wandb(View):
                 self._wandb.teardown()
                 warn(
                     f"wandb: cannot go online ({on_one_line(error)}); it goes on offline, and "
-                    f"{command(self.folder, '--wandb online')} sends everything later"
+                    f"{command(followed, 'wandb')} sends everything later"
                 )
         self.first = 1 + last_on_disk(self.folder / "wandb")
 
@@ -318,7 +328,9 @@ class Wandb(View):
         self._page.log({**row, **table, **shown}, step=iteration, commit=True)
 
     def close(self) -> str:
-        place = f"wandb sync {quote(str(self.folder))}/wandb/offline-run-*"
+        parts = f"{quote(str(self.folder))}/wandb/offline-run-*"
+        has_parts = any(self.folder.glob("wandb/offline-run-*"))
+        place = f"wandb sync {parts}" if has_parts else "nothing is missing"
         if self._page is not None:
             place = self._page.url or place
             self._page.finish(exit_code=int(self.followed.failed))
@@ -345,13 +357,17 @@ def allowed_by_env(configured: Mode) -> Mode:
 def last_on_disk(folder: Path) -> int:
     """The last iteration in wandb's files of earlier starts; -1 if there is none. A killed process
     leaves fewer iterations there than it has sent."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    steps = [-1]
+    last = -1
     for file in folder.glob("*run-*/run-*.wandb"):
-        for data in wandb_records(file.read_bytes()):
-            steps.append(Record.FromString(data).history.step.num if data[:1] else -1)
-    return max(steps)
+        for data in wandb_records(read_bytes(file, MAX_ROWS_BYTES)):
+            with suppress(DecodeError):  # a damaged record
+                record = Record.FromString(data)
+                if record.HasField("history"):
+                    last = max(last, record.history.step.num)
+    return last
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -416,8 +432,10 @@ def on_one_line(error: Exception) -> str:
     return scrub(" ".join(str(error).split()))
 
 
-def command(run_dir: Path, options: str = "") -> str:
-    return f"rl follow {quote(str(run_dir))} {options}".rstrip()
+def command(followed: Followed, name: str) -> str:
+    """The command that sends to one view what is missing there."""
+    mode = f" {followed.tracking.wandb}" if name == "wandb" else ""
+    return f"rl follow {quote(str(followed.run.folder))} --{name}{mode}"
 
 
 def follow(
@@ -426,8 +444,10 @@ def follow(
     """Send everything to one view until the run has `ended`. After any error the view is left as it
     is: `rl follow` continues it later."""
     run_dir = followed.run.folder
-    lines = Lines(run_dir / "metrics.jsonl")
+    lines, lock = Lines(run_dir / "metrics.jsonl"), run_dir / LOCK.format(name)
     try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        followed.locks.enter_context(locked(lock, 0.0 if followed.pid is None else LIMIT_S))
         view = open_view(followed)
         is_last = False
         while not is_last:
@@ -438,8 +458,12 @@ def follow(
         if followed.pid is None:
             print(f"{name}: {place}", flush=True)
     except Exception as error:  # a tracker may fail in any way
-        rest = f"{command(run_dir)} sends what is missing"
-        warn(f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}")
+        rest = f"{command(followed, name)} sends what is missing"
+        warning = f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}"
+        try:
+            warn(warning)
+        except OSError:
+            followed.unsaid.append(warning)
 
 
 @printing.program
@@ -465,10 +489,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # it ends after the run
     hold(run_dir)
-    (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
-    with locked(run_dir / LOCK, LIMIT_S if args.with_run else 0.0):
-        followed = Followed(run, tracking, os.getppid() if args.with_run else None)
-        names = follow_all(followed)
+    followed = Followed(run, tracking, os.getppid() if args.with_run else None)
+    names = follow_all(followed)
     sys.stdout.flush()
     # What hangs in a tracker's library must not keep this process.
     leave(not followed.complete.issuperset(names))
@@ -481,6 +503,8 @@ def wanted(run: LoadedRun, args: argparse.Namespace) -> TrackingConfig:
     if args.wandb or args.tensorboard or args.trackio or args.page:
         views = {name: getattr(args, name) for name in ("tensorboard", "trackio", "page")}
         tracking = tracking.model_copy(update={**views, "wandb": args.wandb or "off"})
+    if allowed_by_env(tracking.wandb) != tracking.wandb:
+        warn(f"wandb: WANDB_MODE={os.environ['WANDB_MODE']} changes {tracking.wandb!r}")
     return tracking
 
 
@@ -506,7 +530,9 @@ def follow_all(followed: Followed) -> Iterable[str]:
     if followed.pid is not None:
         followed.failed = sys.stdin.buffer.read() != ENDED
     with suppress(KeyboardInterrupt):
-        while followed.pid is None and followed.run.is_running:
+        while (
+            followed.pid is None and followed.run.is_running and any(t.is_alive() for t in threads)
+        ):
             time.sleep(LOOK_EVERY_S)
     ended.set()
     until_s = math.inf if followed.pid is None else time.monotonic() + LIMIT_S
@@ -516,8 +542,10 @@ def follow_all(followed: Followed) -> Iterable[str]:
         if thread.is_alive():
             warn(
                 f"{thread.name}: the last rows are not sent after {LIMIT_S:g} s; "
-                f"{command(followed.run.folder)} sends them at any time"
+                f"{command(followed, thread.name)} sends them at any time"
             )
+    for warning in followed.unsaid:
+        warn(warning)
     return views
 
 
