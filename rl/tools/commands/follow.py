@@ -1,7 +1,7 @@
 """Show a run: write its page, and send it to wandb, TensorBoard or trackio.
 
-    rl follow runs/my-run                      as its config's `tracking` says
-    rl follow runs/my-run --wandb online       only to wandb, as a run of its own page
+    rl follow runs/my-run                     as its config's `tracking` says
+    rl follow runs/my-run --wandb online      only to wandb
     rl follow runs/my-run --tensorboard --page
 
 A run starts this itself. Afterwards it sends what is missing: because the network or a
@@ -357,13 +357,12 @@ def allowed_by_env(configured: Mode) -> Mode:
 def last_on_disk(folder: Path) -> int:
     """The last iteration in wandb's files of earlier starts; -1 if there is none. A killed process
     leaves fewer iterations there than it has sent."""
-    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     last = -1
     for file in folder.glob("*run-*/run-*.wandb"):
         for data in wandb_records(read_bytes(file, MAX_ROWS_BYTES)):
-            with suppress(DecodeError):  # a damaged record
+            with suppress(Exception):  # protobuf's DecodeError: a damaged record
                 record = Record.FromString(data)
                 if record.HasField("history"):
                     last = max(last, record.history.step.num)
