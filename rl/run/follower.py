@@ -22,7 +22,7 @@ LOG = "logs/follow.log"
 LOCK = "logs/follow.{}.lock"
 """Held by the process that sends the run to the tracker of that name, or writes its page."""
 LIMIT_S = 60.0
-"""How long the follower of an ended run may take for the last rows."""
+"""Seconds that the follower of an ended run may take for the last rows."""
 ENDED, FAILED = b"ended", b"failed"
 """What the run writes to the follower's stdin at its end; nothing if it is killed."""
 SAID = b"follow: "
@@ -30,9 +30,9 @@ SAID = b"follow: "
 WANDB_KEY = "WANDB_API_KEY"
 _MAX_STARTS = 4
 _PAUSE_S = 10.0
-"""Before a new start: what a killed follower's tracker still does takes seconds."""
+"""Seconds before a new start: wandb's own process outlives a killed follower for some."""
 _END_S = 5.0
-"""For the follower to leave, once its time is over."""
+"""Seconds that the follower gets to exit after `LIMIT_S`."""
 
 
 def _to_stderr(line: str) -> None:
@@ -41,7 +41,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens a pipe without a wait for its writer; to read from it is an OSError then."""
+    """Opens without waiting: reading a named pipe in place of the file then raises OSError."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -62,7 +62,7 @@ class Lines:
         return whole.split(b"\n") if end else []
 
     def show(self) -> None:
-        """Print those of them that the console shows."""
+        """Print the new ones that are for the console: warnings, and those that begin with SAID."""
         with suppress(OSError):  # a network's file system
             for line in self.new():
                 if line.startswith((b"WARNING: ", SAID)):
@@ -86,8 +86,10 @@ class Follower:
         self._wanted = is_main and (shows or tracking.wandb != "off")
         self.makes_page = tracking.page
         self._run_dir = run_dir
-        uses = {WANDB_KEY: tracking.wandb == "online", "HF_TOKEN": tracking.trackio_space}
-        self._keys = [name for name, is_used in uses.items() if is_used]
+        # All of a service's variables: without a WANDB_BASE_URL that has a password, wandb would
+        # send the run to its public server.
+        uses = {"WANDB_": tracking.wandb == "online", "HF_": tracking.trackio_space}
+        self._prefixes = tuple(prefix for prefix, is_used in uses.items() if is_used)
         self._lines = _log_of(run_dir)
         self._process: subprocess.Popen[bytes] | None = None
         self._starts_left = _MAX_STARTS
@@ -99,6 +101,7 @@ class Follower:
         if not self._wanted:
             return
         self._starts_left -= 1
+        keys = [name for name in (WANDB_KEY, *os.environ) if name.startswith(self._prefixes)]
         try:
             run_dir = current_path(self._run_dir)
             command = [sys.executable, "-m", "rl.tools.commands.follow", str(run_dir), "--with-run"]
@@ -106,7 +109,7 @@ class Follower:
             with open(run_dir / LOG, "ab", opener=private) as log:
                 self._process = subprocess.Popen(
                     command,
-                    env=environment_without(*self._keys),
+                    env=environment_without(*keys),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -148,7 +151,8 @@ class Follower:
 
 def wait_for_last_rows(run_dir: Path, stopped: Callable[[], bool]) -> None:
     """Wait while the follower of a run that has ended sends the last rows: at most `LIMIT_S` s and
-    a little, or until `stopped`. It then says itself which command sends the rest."""
+    a little, or until `stopped`. Prints what the follower says meanwhile: for a view that is not
+    complete, the command that sends the rest."""
     lines, until_s = _log_of(run_dir), time.monotonic() + LIMIT_S + _END_S
     while any(map(is_locked, run_dir.glob(LOCK.format("*")))):
         if stopped() or time.monotonic() > until_s:

@@ -191,6 +191,7 @@ def test_keys_reach_the_follower_that_needs_them_and_nothing_else(
     monkeypatch.setattr(printing, "_hidden", {})
     monkeypatch.setenv(WANDB_KEY, KEY)
     monkeypatch.setenv("HF_TOKEN", f"hf_{KEY}")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://me:hunter2hunter2@wandb.example")
     monkeypatch.setenv("JUDGE_KEY", KEY[::-1])
     hide(WANDB_KEY)
     assert WANDB_KEY not in os.environ and WANDB_KEY not in environment_without()
@@ -207,7 +208,7 @@ def test_keys_reach_the_follower_that_needs_them_and_nothing_else(
         assert started._process is not None
         started._process.wait()
         names = (fake / "environment").read_text()
-        assert (f"{WANDB_KEY}={KEY}" in names) == has_key
+        assert (f"{WANDB_KEY}={KEY}" in names) == ("WANDB_BASE_URL=" in names) == has_key
         assert ("HF_TOKEN=" in names) == has_token and "JUDGE_KEY" not in names
 
 
