@@ -106,7 +106,7 @@
     // Weight of KL(policy || reference); 0 = no reference pass at all.
     kl_coeff: 0.0,
     // start: the policy before this run's first iteration; base: the base model, which is another
-    // one where the run starts from an adapter (policy.adapter_path, policy.from_run).
+    // one where the run starts from an adapter (policy.adapter_path).
     kl_reference: 'start',
     // Per-token estimator (Schulman 2020, 'Approximating KL divergence').
     kl_estimator: 'k3',

@@ -26,11 +26,10 @@ from rl.check.this_machine import fetch_small_files, fetch_weights
 from rl.config.loading import GONE, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import write_atomically
-from rl.policies.policy_base import start_of
 from rl.printing import KEY_VALUE
 from rl.ranks import dist, heartbeat, signals, supervision
 from rl.ranks.supervision import HangWatch, NodeWatch
-from rl.record.checkpoint import find, iteration_of, read_state
+from rl.record.checkpoint import find, iteration_of, model_folder, read_state
 from rl.run.follower import wait_for_last_rows
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
@@ -159,17 +158,18 @@ def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
 
 
 def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
-    """Replaces a run in `policy.from_run` by the checkpoint to start from: the newest one or, for a
-    run that resumes, the one that it started from. Thus ranks agree, and records name it."""
-    named = config.policy.get("from_run")
+    """Replaces a run in `policy.adapter_path` by the adapter to start from: the newest one or, for
+    a run that resumes, the one that it started from. Thus ranks agree, and records name it."""
+    named = config.policy.get("adapter_path")
     if not isinstance(named, str) or not named:
         return config
     with suppress(ValueError, OSError):  # the checks report it
+        adapter = str(model_folder(Path(named)))
         if own := find(config.run_dir, hashes=False).path:
-            recorded = read_state(own)["meta"]["config"]["policy"].get("from_run", "")
-            if Path(recorded).parent.parent == Path(named):
-                named = recorded
-        args.overrides.append(f"policy.from_run={json.dumps(str(start_of(named).step))}")
+            recorded = read_state(own)["meta"]["config"]["policy"].get("adapter_path", "")
+            if Path(named) in Path(recorded).parents:
+                adapter = recorded
+        args.overrides.append(f"policy.adapter_path={json.dumps(adapter)}")
         return load_config(args.config, args.overrides)
     return config
 

@@ -44,7 +44,6 @@ from rl.config.schema import (
     listed,
 )
 from rl.judge.http import resolve_api_bases
-from rl.policies.policy_base import start_of
 from rl.printing import excerpt, remember, scrub, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint
@@ -447,11 +446,6 @@ def remarks(
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
-    if run := getattr(resolved.policy.config, "from_run", ""):
-        with suppress(ValueError, OSError):  # the policy reports it
-            lines_by_title["starts from another run's adapter"] = [
-                f"policy.from_run: {start_of(run)}"
-            ]
     return {title: lines for title, lines in lines_by_title.items() if lines}
 
 
@@ -601,10 +595,11 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
     per_update = completions / ranks / optimizer.updates_per_iteration
     num_kept, why = memory_plan.kept_tokens(resolved)
     policy, algorithm = resolved.policy, config.algorithm
+    start = policy.cls.start_adapter(policy.config)
     reference = "none"
     if algorithm.kl_coeff:
-        start = policy.cls.start_adapter(policy.config) if algorithm.kl_reference == "start" else ""
-        reference = f"the adapter that the run starts from, {start}" if start else "the base model"
+        is_start = start and algorithm.kl_reference == "start"
+        reference = "the adapter that the run starts from" if is_start else "the base model"
     return [
         *(
             f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
@@ -616,6 +611,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
         f"has at most {memory_plan.group_tokens(resolved)}",
         f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
+        *([f"{'starts from':<20} {start}"] if start else []),
         f"{'KL reference':<20} {reference}",
         f"{'whole run':<20} {_length(resolved, num_rows)}",
     ]

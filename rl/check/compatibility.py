@@ -317,7 +317,7 @@ HARMLESS = (
     "render_pool*",  # workers and ranks draw the same bits
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
     "policy.max_kept_pictures",
-    "policy.lora.init_seed", "policy.from_run",  # read before the first iteration
+    "policy.lora.init_seed",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
     "*.device",  # but see `check_resume`
 )  # fmt: skip

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -507,15 +508,20 @@ CHECKPOINT = 1
 """`format` of state.json."""
 ADAPTER = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
-GONE_KEYS = {
-    "checkpoint": ("keep",),
-    "engine": ("share_base_weights",),
-    "evaluation": ("judge",),
-    "judge": ("audit_max_fallback", "audit_min_accuracy"),
-    "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
+GONE_KEYS: Mapping[str, tuple[Any, str]] = {
+    "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
+    "engine.share_base_weights": (False, ""),
+    "evaluation.judge": (None, "give a reward a judge and `held_out_only: true`"),
+    "judge.audit_max_fallback": (None, ""),
+    "judge.audit_min_accuracy": (None, "see judge.audit_min_auroc"),
+    "policy.from_run": ("", "policy.adapter_path takes a run folder, too"),
+    "renderer.attention_backend": ("auto", ""),
+    "renderer.cfg_in_one_forward": (True, ""),
+    "renderer.compile_blocks": (False, ""),
 }
-"""Section -> keys that configs of the current format may still hold, though nothing reads them;
-only for shipped plugins, whose `type` has no dot."""
+"""Pattern of a key that an older version knew -> (its only value now, what to use instead). A
+config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
+`type` has a dot, may have a key of that name."""
 
 
 def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -535,17 +541,43 @@ def number_of(written: Mapping[str, Any]) -> Any:
     return written.get("format", 1 if "run_name" in written else None)
 
 
+def without_gone_keys(
+    section: Mapping[str, Any], at: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the section at the key `at` without `GONE_KEYS`, those it had: dotted key -> value)."""
+    kept: dict[str, Any] = {}
+    gone: dict[str, Any] = {}
+    is_own = "." in str(section.get("type"))
+    for name, value in section.items():
+        key = f"{at}.{name}" if at else name
+        if not is_own and any(fnmatchcase(key, pattern) for pattern in GONE_KEYS):
+            gone[key] = value
+        elif isinstance(value, Mapping):
+            kept[name], inner = without_gone_keys(value, key)
+            gone |= inner
+        else:
+            kept[name] = value
+    return kept, gone
+
+
+def use_of_gone_keys(gone: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of the keys of `without_gone_keys` that is set to another value than the
+    one that it still may have."""
+    problems = []
+    for key, value in gone.items():
+        only, instead = next(GONE_KEYS[p] for p in GONE_KEYS if fnmatchcase(key, p))
+        if value != only:
+            why = instead or f"it is always {json.dumps(only)}"
+            problems.append(f"{key}: this key was removed, delete it; {why}")
+    return problems
+
+
 def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """A run's stored config, without the keys of `GONE`; `label` is its name in messages.
-    Raises ValueError if it has another format."""
+    """A run's stored config, without `GONE_KEYS`; `label` is its name in messages. Raises
+    ValueError if it has another format."""
     if problem := refusal(label, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
-    return {
-        name: {key: item for key, item in value.items() if key not in GONE_KEYS[name]}
-        if name in GONE_KEYS and isinstance(value, Mapping) and "." not in str(value.get("type"))
-        else value
-        for name, value in config.items()
-    }
+    return without_gone_keys(config)[0]
 
 
 # ---- earl fields ---------------------------------------------------------------------------------

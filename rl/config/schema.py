@@ -122,7 +122,7 @@ class AlgorithmConfig(Section):
     """Weight of KL(policy || reference); 0 = no reference pass at all."""
     kl_reference: Literal["start", "base"] = "start"
     """start: the policy before this run's first iteration; base: the base model, which is another
-    one where the run starts from an adapter (policy.adapter_path, policy.from_run)."""
+    one where the run starts from an adapter (policy.adapter_path)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator (Schulman 2020, 'Approximating KL divergence')."""
     kl_placement: Literal["loss", "reward"] = "loss"
@@ -537,6 +537,8 @@ def load_config(
     number = values.get("format", loading.CONFIG)
     if other_format := loading.refusal(str(path), number, loading.CONFIG, loading.CONFIG):
         raise ConfigError([*problems, other_format])
+    values, gone = loading.without_gone_keys(values)
+    problems += [f"{path}: {problem}" for problem in loading.use_of_gone_keys(gone)]
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if loading.is_earls(values, required):
         values, mistakes = loading.from_earl(values, list(RunConfig.model_fields), Path(path).stem)

@@ -7,12 +7,10 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel
 from typing_extensions import TypeVar
 
 from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
@@ -28,6 +26,7 @@ from rl.model_files import (
     align_weights,
     cached,
     fingerprint,
+    is_hub_id,
     model_problems,
     noted,
     read_config,
@@ -35,7 +34,7 @@ from rl.model_files import (
 from rl.policies.packing import pack, positions
 from rl.printing import excerpt
 from rl.ranks.dist import is_sharded
-from rl.record.checkpoint import MODEL_FOLDER, held_out_rewards, model_folder, read_state
+from rl.record.checkpoint import model_folder, steps_of
 
 if TYPE_CHECKING:
     import torch
@@ -176,76 +175,6 @@ def _names_a_layer(name: str, layers: Iterable[str]) -> bool:
     return any(f".{layer}".endswith(f".{name}") for layer in layers)
 
 
-# ---- start from ----------------------------------------------------------------------------------
-# The checkpoint of another run whose adapter a policy starts from (`policy.from_run`).
-
-BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
-"""Keys of a policy's section that name its base model."""
-SHAPE = ("lora.r", "lora.alpha", "lora.target_modules")
-
-
-@dataclass(frozen=True)
-class Start:
-    """A checkpoint with an adapter."""
-
-    step: Path
-    iterations: int
-    policy: Mapping[str, Any]
-    """The policy section of the run that wrote it."""
-
-    def __str__(self) -> str:
-        reward = held_out_rewards(self.step.parent.parent).get(self.iterations)
-        score = "" if reward is None else f", held-out reward {reward:.3f}"
-        return f"{self.step} after {self.iterations} iterations{score}"
-
-
-def start_of(run: str) -> Start:
-    """The newest intact checkpoint of a run folder, or the checkpoint that `run` names. Raises
-    ValueError, with the remedy, if there is none or it holds no adapter."""
-    shown = excerpt(repr(run), 300)
-    if not Path(run).is_dir():
-        raise ValueError(f"{shown} is no folder; name a run folder or one of its checkpoints")
-    model = model_folder(Path(run))
-    step = model.parent
-    if model.name != MODEL_FOLDER or not (step / "state.json").is_file():
-        raise ValueError(f"{shown} has no checkpoint; name a run that has saved one")
-    if not (model / ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{step} holds a whole model, no adapter; start from it with policy.model_path={model}"
-        )
-    state = read_state(step)
-    config = state["meta"].get("config")
-    policy = config.get("policy") if isinstance(config, Mapping) else None
-    if not isinstance(policy, Mapping):
-        raise ValueError(f"{step} is damaged: its state.json names no policy")
-    return Start(step, state["iteration"], policy)
-
-
-def differences(start: Start, config: BaseModel) -> list[str]:
-    """'key: why' for each key that makes the policy of the section `config` another model than the
-    start's. Raises ValueError (pydantic's) if this version cannot read the start's section."""
-    ours, theirs = config.model_dump(), dict(start.policy)
-    keys: tuple[str, ...] = ("type",)
-    if theirs.get("type") == ours.get("type"):
-        theirs = type(config).model_validate(theirs).model_dump()
-        keys = BASE + SHAPE
-    for section in (ours, theirs):
-        section |= {f"lora.{name}": value for name, value in (section.get("lora") or {}).items()}
-    return [
-        f"{key}: {excerpt(repr(ours.get(key)), 200)} given, but the adapter of from_run was "
-        f"trained with {excerpt(repr(theirs.get(key)), 200)}; make them equal"
-        for key in keys
-        if _comparable(ours.get(key)) != _comparable(theirs.get(key))
-    ]
-
-
-def _comparable(value: object) -> object:
-    """The same for all names of a folder, and for a list's items in any order."""
-    if isinstance(value, str) and Path(value).exists():
-        return Path(value).resolve()
-    return set(map(str, value)) if isinstance(value, list | tuple) else value
-
-
 # ---- policy base ---------------------------------------------------------------------------------
 # The base class of the policies in `rl/policies`, and the config keys they share.
 
@@ -267,13 +196,37 @@ class TrainedPolicyConfig(PolicyConfig):
     revision: str | None = None
     """Hub revision of model_path; null = newest."""
     adapter_path: str = ""
-    """PEFT adapter folder to start from ('' = a fresh one); must fit `lora`."""
-    from_run: str = ""
-    """Run folder whose newest checkpoint's adapter to start from, or one of its checkpoints; base
-    model and `lora` must be equal. '' = none. Read only before the first iteration."""
+    """PEFT adapter to start from: its folder, a run folder (its newest intact checkpoint) or one of
+    a run's checkpoints; must fit `lora` and the base model. '' = a new one."""
     attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
     """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
     CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
+
+
+def _adapter_problems(config: TrainedPolicyConfig) -> list[str]:
+    """Why the run cannot start from `adapter_path`."""
+    shown = f"adapter_path: {excerpt(repr(config.adapter_path), 300)}"
+    if config.lora is None:
+        return ["adapter_path: needs lora; full fine-tuning (lora: null) has no adapter"]
+    try:
+        folder = model_folder(Path(config.adapter_path))
+        if not not_a_file(folder / "config.json"):
+            return [f"{shown} holds a whole model; start from it with policy.model_path={folder}"]
+        if not_a_file(folder / ADAPTER_CONFIG):
+            return [f"{shown} holds no {ADAPTER_CONFIG}, nor a checkpoint of a run"]
+        saved = read_config(folder)
+    except (ValueError, OSError) as error:
+        return [f"adapter_path: {error}"]
+    lora, base = config.lora.model_dump(), saved.get("base_model_name_or_path")
+    errors = [
+        f"lora.{key}: {lora[key]:g} given, but adapter_path's is {saved[name]}: make them equal"
+        for key, name in ADAPTER_KEYS.items()
+        if saved.get(name, lora[key]) != lora[key]
+    ]
+    # Folders may be copies of one model.
+    if base != config.model_path and is_hub_id(f"{base}") and is_hub_id(config.model_path):
+        errors.append(f"model_path: adapter_path was trained on {base!r}: make them equal")
+    return [*errors, *model_problems([ModelFiles("adapter_path", str(folder), **ADAPTER_FILES)])]
 
 
 TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=TrainedPolicyConfig)
@@ -319,32 +272,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
         errors: list[str] = []
-        adapter = config.adapter_path
-        if adapter and config.from_run:
-            errors.append("from_run: adapter_path is given, too; keep one of them")
-        elif config.from_run and config.lora is not None:
-            try:
-                errors += differences(start_of(config.from_run), config)
-            except (ValueError, OSError) as error:
-                errors.append(f"from_run: {error}")
-        if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
-            errors.append(f"adapter_path: {excerpt(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
-        elif adapter:
-            try:
-                saved = read_config(Path(adapter))
-                lora = {} if config.lora is None else config.lora.model_dump()
-                errors += [
-                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {saved[name]}: "
-                    "make them equal"
-                    for key, name in ADAPTER_KEYS.items()
-                    if key in lora and saved.get(name, lora[key]) != lora[key]
-                ]
-                errors += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
-            except ValueError as error:
-                errors.append(f"adapter_path: {error}")
-        key = "adapter_path" if adapter else "from_run"
-        if getattr(config, key) and config.lora is None:
-            errors.append(f"{key}: needs lora; full fine-tuning (lora: null) has no adapter")
+        if config.adapter_path and not steps_of(run.run_dir):  # a resume has its own copy
+            errors += _adapter_problems(config)
         half_on_cuda = config.dtype != "float32" and config.device != "cpu"
         if config.attn_implementation == "varlen" and not half_on_cuda:
             errors.append(
@@ -386,8 +315,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         if config.lora is not None and config.adapter_path:
             keys = "target_modules init_seed"
             yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
-        if config.lora is not None and config.from_run:
-            yield from unread(config.lora, "init_seed", "from_run has an adapter", at="lora.")
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
@@ -417,9 +344,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @classmethod
     def start_adapter(cls, config: TrainedConfigT) -> str:
-        if config.from_run:
-            return str(start_of(config.from_run).step / MODEL_FOLDER)
-        return config.adapter_path
+        return str(model_folder(Path(config.adapter_path))) if config.adapter_path else ""
 
     @cached_property
     def _overlay(self) -> tempfile.TemporaryDirectory[str]:

@@ -142,7 +142,7 @@ def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Res
             f"{folder} is gone, the adapter that this run started from and the reference of its KL "
             "penalty: put it back, or choose another run_name"
         )
-    own = policy.config.model_copy(update={"adapter_path": str(folder), "from_run": ""})
+    own = policy.config.model_copy(update={"adapter_path": str(folder)})
     return replace(resolved, policy=replace(policy, config=own)), True
 
 

@@ -306,7 +306,7 @@ def _reference(subject: Subject) -> str:
         start, before = logprobs(False), logprobs(True)
         changed = {n for n, p in policy.module.named_parameters() if p.requires_grad} ^ trainable
         _require(not changed, f"after reference() {len(changed)} parameters changed requires_grad")
-        if not any(getattr(policy.config, key, "") for key in ("adapter_path", "from_run")):
+        if not getattr(policy.config, "adapter_path", ""):
             _compare(before, start, SAME_NATS, "before training the reference is not the policy: ")
         move(policy.module)
         moved, after, again = logprobs(False), logprobs(True), logprobs(False)
@@ -357,7 +357,7 @@ def _saved(subject: Subject) -> str:
         move(policy.module)
         logprobs = subject.logprobs(policy, learner)
         policy.save_pretrained(folder, learner.trainable_tensors())
-    with subject.started(adapter_path=folder, from_run="") as (policy, learner):
+    with subject.started(adapter_path=folder) as (policy, learner):
         return _compare(subject.logprobs(policy, learner), logprobs, SAME_NATS)
 
 

@@ -70,8 +70,7 @@ class Trained:
         adapter is added to it."""
         section = self.config["policy"]
         if self.is_adapter:
-            kept = {key: value for key, value in section.items() if key != "from_run"}
-            return {**kept, "adapter_path": str(self.model)}
+            return {**section, "adapter_path": str(self.model)}
         keys = ("revision", "init_text_encoder_from", "text_encoder_subfolder", "adapter_path")
         kept = {key: value for key, value in section.items() if key not in keys}
         return {**kept, "model_path": str(self.model), "lora": None}

@@ -60,13 +60,26 @@ def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     assert holds(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
-def test_of_an_older_run_keys_that_nothing_reads_are_dropped() -> None:
+def test_of_an_older_run_keys_that_were_removed_are_dropped() -> None:
     """A plugin of the user's own may still read them."""
     engine = {"type": "vllm", "dtype": "auto"}
     own = {"type": "mine.Engine", "share_base_weights": True}
     written = {"format": loading.CONFIG, "engine": engine | {"share_base_weights": True}}
     assert loading.stored(written, "it") == {"format": loading.CONFIG, "engine": engine}
     assert loading.stored(written | {"engine": own}, "it")["engine"] == own
+
+
+def test_a_removed_key_is_refused_only_with_another_value_than_its_default() -> None:
+    """The sentence says what to use instead."""
+    name = "configs/quickstart.jsonnet"
+    load_config(name, ["engine.share_base_weights=false", "policy.from_run=''"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, ["engine.share_base_weights=true", "policy.from_run='runs/x'"])
+    assert sorted(caught.value.problems) == [
+        f"{name}: engine.share_base_weights: this key was removed, delete it; it is always false",
+        f"{name}: policy.from_run: this key was removed, delete it; "
+        "policy.adapter_path takes a run folder, too",
+    ]
 
 
 def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:

@@ -300,7 +300,6 @@ def model_config(
         section["init_text_encoder_from"] = text_encoder_from
     # Nothing is computed, so the run's attention kernel need not work here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
-    section.pop("from_run", None)
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [
         *model_problems(policy.models(config)),

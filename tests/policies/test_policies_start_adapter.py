@@ -1,4 +1,4 @@
-"""A policy that starts from another run's adapter: `policy.from_run`."""
+"""A policy that starts from another run's adapter: `policy.adapter_path`."""
 
 from __future__ import annotations
 
@@ -49,19 +49,22 @@ def make(**section: Any) -> Qwen25VL:
 
 
 def problems(**section: Any) -> list[str]:
-    values = tiny_config.shipped("quickstart", *CHANGES).policy | section
-    return Qwen25VL.problems(Qwen25VL.Config(**values), None)
+    config = tiny_config.shipped("quickstart", *CHANGES)
+    return Qwen25VL.problems(Qwen25VL.Config(**(config.policy | section)), config)
 
 
 def test_the_newest_adapter_is_loaded(trained: Path) -> None:
-    policy = make(lora=LORA, from_run=str(trained))
     expected = make(lora=LORA, adapter_path=str(trained / "checkpoints/step_000002/model"))
-    for (name, ours), theirs in zip(
-        tiny_policy.trainable(policy).items(), tiny_policy.trainable(expected).values(), strict=True
-    ):
-        assert ours.equal(theirs), name
-        assert "lora_B" not in name or torch.count_nonzero(ours)
-    assert problems(from_run=str(trained)) == []
+    for path in (trained, trained / "checkpoints/step_000002"):
+        policy = make(lora=LORA, adapter_path=str(path))
+        for (name, ours), theirs in zip(
+            tiny_policy.trainable(policy).items(),
+            tiny_policy.trainable(expected).values(),
+            strict=True,
+        ):
+            assert ours.equal(theirs), name
+            assert "lora_B" not in name or torch.count_nonzero(ours)
+        assert problems(adapter_path=str(path)) == []
 
 
 def test_another_model_shape_or_folder_is_refused_before_loading(
@@ -69,50 +72,54 @@ def test_another_model_shape_or_folder_is_refused_before_loading(
 ) -> None:
     run = str(trained)
     for section, parts in (
-        ({"lora": LORA | {"r": 4}}, ["lora.r: 4 given", "trained with 8"]),
-        ({"lora": LORA | {"target_modules": ["q_proj"]}}, ["lora.target_modules: "]),
-        ({"model_path": "Qwen/Qwen2.5-VL-7B-Instruct"}, ["model_path: ", "make them equal"]),
-        ({"type": "qwen3_vl"}, ["type: 'qwen3_vl' given"]),
-        ({"lora": None}, ["from_run: needs lora"]),
-        ({"from_run": str(tmp_path)}, ["from_run: ", "has no checkpoint"]),
-        ({"from_run": "runs/typo"}, ["from_run: 'runs/typo' is no folder"]),
+        ({"lora": LORA | {"r": 4}}, ["lora.r: 4 given", "adapter_path's is 8"]),
+        ({"lora": None}, ["adapter_path: needs lora"]),
+        ({"adapter_path": str(tmp_path)}, ["adapter_path: ", "nor a checkpoint of a run"]),
+        ({"adapter_path": "runs/typo"}, ["adapter_path: 'runs/typo' holds no adapter_config.json"]),
     ):
-        [problem] = problems(**{"from_run": run, **section})
+        [problem] = problems(**{"adapter_path": run, **section})
         assert all(part in problem for part in parts), problem
-    assert problems(from_run=run, adapter_path=f"{run}/checkpoints/step_000001/model")
+    adapter = shutil.copytree(trained / "checkpoints/step_000002/model", tmp_path / "adapter")
+    saved = json.loads((adapter / "adapter_config.json").read_text())
+    saved["base_model_name_or_path"] = "Qwen/Qwen2.5-VL-3B-Instruct"
+    (adapter / "adapter_config.json").write_text(json.dumps(saved))
+    other = {"model_path": "Qwen/Qwen2.5-VL-7B-Instruct", "adapter_path": str(adapter)}
+    assert "model_path: adapter_path was trained on 'Qwen/Qwen2.5-VL-3B" in problems(**other)[0]
+    assert problems(adapter_path=str(adapter)) == [], "a folder may be a copy"
     whole = tmp_path / "checkpoints/step_000001/model"
     whole.mkdir(parents=True)
     (whole / "config.json").write_text("{}")
     (whole.parent / "state.json").write_text("{}")
     checkpoint._write_manifest(whole.parent)
-    assert f"policy.model_path={whole}" in problems(from_run=str(tmp_path))[0]
+    assert f"policy.model_path={whole}" in problems(adapter_path=str(tmp_path))[0]
 
 
 @pytest.mark.slow
 def test_the_launcher_names_the_checkpoint_and_a_resume_keeps_it(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [QUICKSTART, *CHANGES, f"policy.from_run={trained}", f"base_exp_dir={tmp_path}"]
+    words = [QUICKSTART, *CHANGES, f"policy.adapter_path={trained}", f"base_exp_dir={tmp_path}"]
 
     def named() -> str:
         args = _parse(words)
-        return str(_named_start(args, load_config(args.config, args.overrides)).policy["from_run"])
+        config = _named_start(args, load_config(args.config, args.overrides))
+        return str(config.policy["adapter_path"])
 
-    newest = str(trained / "checkpoints/step_000002")
+    newest = str(trained / "checkpoints/step_000002/model")
     assert named() == newest
     with pytest.raises(SystemExit) as ended:
         main(["--check", *words])
-    line = f"policy.from_run: {newest} after 2 iterations, held-out reward 0.875"
+    line = f"starts from          {newest}"
     assert (ended.value.code, line in capsys.readouterr().out) == (0, True)
-    first = str(trained / "checkpoints/step_000001")
+    first = str(trained / "checkpoints/step_000001/model")
     tiny_config.save_checkpoint(
-        load_config(QUICKSTART, [*words[1:-2], f"policy.from_run={first}", words[-1]]), 3
+        load_config(QUICKSTART, [*words[1:-2], f"policy.adapter_path={first}", words[-1]]), 3
     )
     assert named() == first
 
 
 def test_an_edit_uses_the_trained_adapter_only() -> None:
-    config = {"policy": {"type": "qwen2_5_vl", "from_run": "runs/first"}}
+    config = {"policy": {"type": "qwen2_5_vl", "adapter_path": "runs/first"}}
     section = Trained(Path("adapter"), True, config).policy()
     assert section == {"type": "qwen2_5_vl", "adapter_path": "adapter"}
 
