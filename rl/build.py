@@ -291,8 +291,9 @@ def _find_plugin(
     if issubclass(cls, RunPlugin):  # first: other class methods read these files
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    for method in find.section_methods(PLUGIN_BASES[kind]) if not wrong else ():
-        wrong += ask_plugin(plugin, method)[1]
+    if not wrong:
+        found = find.section_problems(cls, PLUGIN_BASES[kind], config)
+        wrong = [f"{key}: {problem}" for problem in found]
     if not wrong and issubclass(cls, Reward) and cls.needs_judge:
         num_questions = cls.num_questions(plugin.config)
         if num_questions < 1:
