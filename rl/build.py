@@ -112,6 +112,14 @@ class Plugin(Generic[PluginT]):
         """The section's `type`."""
         return str(self.config.type)
 
+    @property
+    def paths(self) -> Sequence[str]:
+        """Hub ids, folders and files that it reads, those with weights first."""
+        models = self.cls.models(self.config) if issubclass(self.cls, RunPlugin) else []
+        with_weights = sorted(models, key=lambda model: not model.weights)
+        paths = [path for m in with_weights for path in (m.path, f"{m.path}/{m.subfolder}")]
+        return paths or [getattr(self.config, "path", "")]
+
 
 @dataclass(frozen=True)
 class RewardPlugin(Plugin[Reward]):

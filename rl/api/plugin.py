@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, get_args, get_origin
 
@@ -38,6 +38,16 @@ class PlacedConfig(PluginConfig):
     """Data type of the model; weights stored in another one are converted when loaded."""
 
 
+@dataclass(frozen=True)
+class SavesMemory:
+    """Beside a field of a frozen model's section: a value that takes less memory, which `rl check`
+    suggests to a run that does not fit."""
+
+    value: Any
+    exact: bool = True
+    """Whether the results stay the same, only slower."""
+
+
 class FrozenModelConfig(PlacedConfig):
     """Base of the keys of a plugin that runs a frozen model in batches."""
 
@@ -45,7 +55,7 @@ class FrozenModelConfig(PlacedConfig):
     """Hub id or local folder (safetensors)."""
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 8
     """Pictures per batch; halved permanently when a batch does not fit in memory."""
 
 
@@ -85,13 +95,6 @@ class PluginBase(ABC, Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PluginBase)
             if is_ours and not isinstance(arguments[0], TypeVar):
                 cls.Config = arguments[0]
-
-    @classmethod
-    def reads_from(cls, config: ConfigT) -> Sequence[str]:
-        """Hub ids, folders and files that it reads; the first known one gives a policy's shape."""
-        if isinstance(config, FrozenModelConfig):
-            return [config.model_path]
-        return [config.path] if isinstance(config, FileConfig) and config.path else []
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
@@ -165,8 +168,9 @@ class RunPlugin(PluginBase[ConfigT]):
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """The models that it loads. A run does not start if a folder is missing, holds another
-        model or lacks files; of a hub id, only the files in the local cache are checked."""
+        """The models that it loads; the first known one gives a policy's shape. A run does not
+        start if a folder is missing, holds another model or lacks files; of a hub id, only the
+        files in the local cache are checked."""
         return []
 
     @classmethod
@@ -185,13 +189,20 @@ class RunPlugin(PluginBase[ConfigT]):
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A value of one of the plugin's keys that saves memory."""
+class ModelCost:
+    """What a frozen model takes, for the plans of memory and time that `rl check` makes."""
 
-    key: str
-    value: Any
-    exact: bool
-    """Whether the results stay the same, only slower."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Part of the model -> number of weights on the device; {}: unknown, or no model."""
+    activations: Mapping[str, float] = field(default_factory=dict)
+    """Part of the model -> number of values alive at the peak of a forward."""
+    host_weights: float = 0.0
+    """Number of weights that stay in host memory instead."""
+    host_shared: bool = True
+    """Whether the ranks of a machine share those as pages of one file."""
+    picture_flops: float | None = None
+    """A renderer's operations (a multiply-add is two) for one picture from one source; None:
+    unknown."""
 
 
 class ModelRunner(RunPlugin[ConfigT]):
@@ -203,30 +214,9 @@ class ModelRunner(RunPlugin[ConfigT]):
     judge), it is tried on made-up inputs before a run starts."""
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Part of the model -> weight count on the device, for the memory plan; {} if unknown."""
-        return {}
-
-    @classmethod
-    def host_parameters(cls, config: ConfigT) -> float:
-        """Number of weights that stay in host memory instead, for the memory plan."""
-        return 0.0
-
-    @classmethod
-    def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """Whether the ranks of a machine share those weights as pages of one file."""
-        return True
-
-    @classmethod
-    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Part of the model -> number of values alive at the peak of a forward."""
-        return {}
-
-    @classmethod
-    def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Changes of its keys that save memory, the cheapest first, for `--check`'s advice."""
-        batched = isinstance(config, FrozenModelConfig) and config.batch_size > 1
-        return [Saving("batch_size", 1, exact=True)] if batched else []
+    def cost(cls, config: ConfigT) -> ModelCost:
+        """What its model takes with this section."""
+        return ModelCost()
 
 
 @dataclass(frozen=True)

@@ -511,7 +511,7 @@ def report(
         "plugins": [
             f"{plugin.key:<20} {plugin.name:<22} {path}".rstrip()
             for plugin in resolved.plugins
-            for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
+            for path in plugin.paths[:1]
         ],
         "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl import build
+from rl.api.plugin import SavesMemory
 from rl.build import Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import PHASES, InferenceEngine, Plan
@@ -565,9 +566,11 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     sizes = memory_plan.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is tried if the sizes are unknown"
     savings = [
-        (f"{plugin.key}.{saving.key}", saving)
+        (f"{plugin.key}.{key}", note)
         for plugin in resolved.model_runners
-        for saving in plugin.cls.savings(plugin.config)
+        for key, field in type(plugin.config).model_fields.items()
+        for note in field.metadata
+        if isinstance(note, SavesMemory) and getattr(plugin.config, key) != note.value
     ]
     # With stage 3, full fine-tuning has no reference policy.
     stages = (1, 2) if sizes.reads_reference else (1, 2, 3)

@@ -308,10 +308,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return Base(config.model_path, config.revision)
 
     @classmethod
-    def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
-        return [config.model_path]
-
-    @classmethod
     def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
         kinds = (cls.model_types, cls.model_classes)
         return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]

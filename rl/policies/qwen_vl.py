@@ -162,13 +162,6 @@ class QwenVL(TrainedPolicy[Config]):
         return super().adaptable(config) | tower
 
     @classmethod
-    def reads_from(cls, config: Config) -> Sequence[str]:
-        editor = config.init_text_encoder_from
-        if not editor:
-            return [config.model_path]
-        return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
-
-    @classmethod
     def has_frozen_tower(cls, config: Config) -> bool:
         return config.freeze_vision_tower
 

@@ -92,11 +92,9 @@ class DiffusionRenderer(Renderer[ConfigT]):
         return True
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan.
-
-        From `hub_parameters`, or from a local folder's safetensors headers; {} for other hub ids.
-        """
+    def part_sizes(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, from `hub_parameters` or from a local folder's
+        safetensors headers; {} for other hub ids."""
         folder, parts = Path(config.model_path), cls.part_names(config)
         if folder.is_dir():
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}

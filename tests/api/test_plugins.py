@@ -155,8 +155,8 @@ RENDERERS: list[tuple[str, str]] = [
     (DRAWS + "return [Image.new('RGB', (4, 4)) for _ in jobs]", f"(Image) ... {PICTURE}"),
     (DRAWS + "yield 0, 'a picture'", f"(0, 'a picture') (tuple) ... {PICTURE}"),
     (DRAWS + "yield 1, Image.new('RGB', (4, 4))", "no picture for jobs [0] of 0, 1"),
-    (DRAWS + "... | @classmethod | def savings(cls, c): ...",
-     "R.savings ... None (NoneType) ... Sequence[Saving]"),
+    (DRAWS + "... | @classmethod | def cost(cls, c): ...",
+     "R.cost ... None (NoneType) ... ModelCost"),
     (DRAWS + "raise SystemExit(3)", "SystemExit: 3 ("),
     ("import pydantic\nclass C(PluginConfig): | @pydantic.field_validator('type')"
      " | @classmethod | def ok(cls, v): raise KeyError('no')\n"
