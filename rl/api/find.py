@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from rl.api.plugin import PluginBase, brief
-from rl.api.reward import Reward, RewardFunction
+from rl.api.reward import Reward, class_of
 
 if TYPE_CHECKING:
     from rl.api.loss import LossInputs, LossTerms
@@ -124,10 +124,9 @@ def import_plugin(dotted: str) -> ValueAndProblems:
 def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     """The plugin class in `target`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
-    if base is Reward and (isinstance(target, RewardFunction) or inspect.isroutine(target)):
-        reward_function = target if isinstance(target, RewardFunction) else RewardFunction(target)
-        cls: Any = reward_function.as_class()
-        wrong = _mismatch(cls.__name__, reward_function.function, _reward, may_await=True)
+    if base is Reward and inspect.isroutine(target):
+        cls: Any = class_of(target)
+        wrong = _mismatch(cls.__name__, target, _reward, may_await=True)
         wrong += _variable_problems(cls, base)
     else:
         cls, wrong = _class_in(target, base)
@@ -165,8 +164,7 @@ def loss_problems(target: Any) -> list[str]:
 
 def _functions_of(module: ModuleType) -> str:
     """' (f, g)': the functions that the module defines; '' if there are none."""
-    kinds = (RewardFunction, type(_functions_of))
-    names = [name for name, value in _public(module).items() if isinstance(value, kinds)]
+    names = [name for name, value in _public(module).items() if inspect.isfunction(value)]
     return f" ({', '.join(names)})" if names else ""
 
 
@@ -175,9 +173,8 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        for origin in [getattr(value, "function", value)]  # a `RewardFunction` wraps one
         if not name.startswith("_")
-        and f"{getattr(origin, '__module__', '')}.".startswith(f"{module.__name__}.")
+        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
     }
 
 
