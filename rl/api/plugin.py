@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, get_args, get_origin
 
 from pydantic import Field
@@ -13,7 +12,8 @@ from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
 from rl.api.metric import Metric, MetricName
-from rl.config.schema import MAX_COUNT, RunConfig, Section, changed
+from rl.config.loading import is_folder
+from rl.config.schema import MAX_COUNT, RunConfig, Section, Unread
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
@@ -31,7 +31,9 @@ class PlacedConfig(PluginConfig):
 
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's index plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    max_memory_gb: Annotated[
+        Annotated[float, Field(gt=0, le=1e6)] | None, Unread("device", "cpu")
+    ] = None
     """Limit of this model's GPU memory, GB (1e9 bytes; the policy's includes its inference engine);
     null = no limit. A batch that needs more is halved, as when the GPU is full."""
     dtype: Dtype = "bfloat16"
@@ -53,7 +55,7 @@ class FrozenModelConfig(PlacedConfig):
 
     model_path: str
     """Hub id or local folder (safetensors)."""
-    revision: str | None = None
+    revision: Annotated[str | None, Unread("model_path", is_folder)] = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 8
     """Pictures per batch; halved permanently when a batch does not fit in memory."""
@@ -64,13 +66,6 @@ class FileConfig(PluginConfig):
 
     path: str
     """File or folder."""
-
-
-def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
-    """For `no_effect`: 'key: why' for each of `keys` (space-separated; None: all) that is not at
-    its default. `at`: a prefix for the keys, such as 'lora.' for a nested section."""
-    names = None if keys is None else keys.split()
-    return [f"{at}{key}: {why}" for key in changed(section, names)]
 
 
 ConfigT = TypeVar("ConfigT", bound=Section, default=PluginConfig)
@@ -95,17 +90,6 @@ class PluginBase(ABC, Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PluginBase)
             if is_ours and not isinstance(arguments[0], TypeVar):
                 cls.Config = arguments[0]
-
-    @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        """'key: why' for each key that is set but unused, given the section's other keys. Report a
-        key that contradicts others in `problems`."""
-        lines = []
-        if isinstance(config, PlacedConfig) and config.device == "cpu":
-            lines += unread(config, "max_memory_gb", "a CPU's memory is not limited")
-        if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
-            lines += unread(config, "revision", "model_path is a folder")
-        return lines
 
     def take_metrics(self) -> Mapping[str, float]:
         """Metric name, as declared in `metrics` -> its mean on this rank since the last call. Omit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cachetools import LRUCache
 
 from rl.api.data import RowCheck
-from rl.api.plugin import ModelFiles, unread
+from rl.api.plugin import ModelFiles
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -72,7 +72,6 @@ class QwenVL(TrainedPolicy[Config]):
 
     emits = frozenset({"hidden_states", "text"})
     refused_with_template = frozenset({"system_prompt"})
-    keys_for_states = frozenset({"conditioning"})
     max_sources = prompting.MAX_PICTURES
     thinks = True
     loading = qwen_vl_prompts
@@ -148,13 +147,6 @@ class QwenVL(TrainedPolicy[Config]):
     def save_prompt_files(cls, config: Config, folder: Path) -> None:
         super().save_prompt_files(config, folder)
         load_image_processor(config).save_pretrained(folder)
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if not config.init_text_encoder_from:
-            reason = "init_text_encoder_from is empty, and the weights are model_path's"
-            yield from unread(config, "text_encoder_subfolder", reason)
 
     @classmethod
     def adaptable(cls, config: Config) -> Set[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import ModelCost
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.renderers.diffusion_renderer import shape_of
 from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_problems, wrong_steps
@@ -53,16 +53,10 @@ class QwenImage21(QwenImage[Config]):
     }
 
     @classmethod
-    def load(cls, config: Config, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.qwen_image_21_loop import QwenImage21Loop, load_parts
 
-        return QwenImage21Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_21_loop import QwenImage21Loop
-
-        return QwenImage21Loop.bucket_of(config, job)
+        return QwenImage21Loop, load_parts
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:

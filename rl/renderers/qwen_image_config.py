@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
-from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory, unread
+from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory
 from rl.config.loading import is_folder, not_a_file
-from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig
+from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig, Unread
 from rl.meter import denoising_flops
 from rl.model_files import missing_model
 from rl.renderers.diffusion_renderer import (
@@ -49,13 +49,15 @@ class DenoisingConfig(FrozenModelConfig):
     (0..1) change by 0.0009 on average and 0.11 at most; from 20 to 4, by 0.0018 and 0.27."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 4.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
-    negative_prompt: str = " "
+    negative_prompt: Annotated[str, Unread("true_cfg_scale", 1)] = " "
     """What guidance steers away from; read only when true_cfg_scale > 1."""
     height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture height, px, multiple of 16; None = from output_area_px."""
     width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture width, px, multiple of 16; None = from output_area_px."""
-    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
+    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT), Unread("height_px")] = (
+        1024 * 1024
+    )
     """Area of the rendered picture, px^2; the last source's aspect is kept (a square without
     sources), sides in multiples of 32."""
     condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
@@ -143,14 +145,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         return problems
 
     @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if config.true_cfg_scale == 1:
-            yield from unread(config, "negative_prompt", "true_cfg_scale is 1")
-        if config.height_px is not None:
-            yield from unread(config, "output_area_px", "height_px and width_px are given")
-
-    @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
         """The pipeline's index file, which is optional, and the parts that are loaded."""
         index = {"config": "model_index.json", "config_required": False, "weights": ()}
@@ -186,6 +180,11 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         width = transformer_value(config, cls.state_dim_key)
         is_known = width is None and config.model_path in cls.hub_parameters
         return cls.hub_state_dim if is_known else width
+
+
+def max_pictures(config: DenoisingConfig) -> int:
+    """Limit of source pictures per sample."""
+    return getattr(config, "max_pictures", 1)
 
 
 def rows_per_picture(config: DenoisingConfig) -> int:

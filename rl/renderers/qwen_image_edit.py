@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from rl.api.plugin import ModelCost
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT, RunConfig
 from rl.model_files import num_parameters
 from rl.renderers.qwen_image_config import (
@@ -20,6 +20,7 @@ from rl.renderers.qwen_image_config import (
     ConfigT,
     DenoisingConfig,
     QwenImage,
+    max_pictures,
     output_area_px,
     rows_per_picture,
 )
@@ -62,21 +63,10 @@ class QwenImageEditor(QwenImage[ConfigT]):
     }
 
     @classmethod
-    def load(cls, config: ConfigT, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.qwen_image_loop import QwenImageLoop, load_parts
 
-        return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
-
-    @classmethod
-    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_loop import QwenImageLoop
-
-        return QwenImageLoop.bucket_of(config, job)
-
-    @classmethod
-    def max_pictures(cls, config: ConfigT) -> int:
-        """Limit of source pictures per sample."""
-        return 1
+        return QwenImageLoop, load_parts
 
     @classmethod
     def prompt_template(cls, config: ConfigT) -> PromptTemplate:
@@ -87,7 +77,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
             picture=cls.picture,
-            max_pictures=cls.max_pictures(config),
+            max_pictures=max_pictures(config),
         )
 
     @classmethod
@@ -117,7 +107,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
         folder = Path(config.model_path)
         drawn_px, source_px = output_area_px(config), config.condition_area_px
         rows = config.batch_size * rows_per_picture(config)
-        area_px = drawn_px + cls.max_pictures(config) * source_px
+        area_px = drawn_px + max_pictures(config) * source_px
         modulation = HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
         if folder.is_dir():
             modulation = num_parameters(folder / "transformer", lambda n: not cls.is_on_device(n))
@@ -166,7 +156,3 @@ class QwenImageEditPlus(QwenImageEditor[EditPlusConfig]):
 
     pipeline = "QwenImageEditPlusPipeline"
     picture = "Picture {number}: {image}"
-
-    @classmethod
-    def max_pictures(cls, config: EditPlusConfig) -> int:
-        return config.max_pictures

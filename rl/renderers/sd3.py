@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles, unread
-from rl.api.types import RenderJob
+from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles
 from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
 from rl.renderers.sd3_config import PATCH_PX, Config
@@ -46,22 +45,10 @@ class SD3(DiffusionRenderer[Config]):
     }
 
     @classmethod
-    def load(cls, config: Config, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.sd3_loop import SD3Loop, load_parts
 
-        return SD3Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.sd3_loop import SD3Loop
-
-        return SD3Loop.bucket_of(config, job)
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if config.guidance_scale == 1:
-            yield from unread(config, "negative_prompt", "guidance_scale is 1")
+        return SD3Loop, load_parts
 
     @classmethod
     def part_names(cls, config: Config) -> Sequence[str]:
