@@ -76,21 +76,14 @@ def described(error: BaseException, code: Any = None) -> str:
     return "; ".join([text + location, *remedies])
 
 
-def reraise_ctrl_c(error: BaseException) -> None:
-    """Raise a KeyboardInterrupt of Ctrl-C again. One of a plugin has a `raise` in its last line."""
-    if isinstance(error, KeyboardInterrupt):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if "raise" not in (last.line or ""):
-            raise error
-
-
 def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises.
-    `code` as in `described`."""
+    """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises but
+    Ctrl-C. `code` as in `described`."""
     try:
         return run(), []
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        reraise_ctrl_c(error)
         return None, [f"{label} raises {described(error, code)}"]
 
 
@@ -110,8 +103,9 @@ def import_plugin(dotted: str) -> ValueAndProblems:
         if hasattr(module, name):
             return getattr(module, name), []
         return importlib.import_module(dotted), []
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        reraise_ctrl_c(error)
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
         if missing == dotted:
             remedy = f"; drop '.py': {parent!r}" if name == "py" else ""

@@ -11,9 +11,9 @@ from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
-from rl.api.metric import Metric, MetricName
+from rl.api.metric import Metric
 from rl.config.loading import is_folder
-from rl.config.schema import MAX_COUNT, RunConfig, Section, Unread
+from rl.config.schema import MAX_COUNT, MetricName, RunConfig, Section, Unread
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
@@ -227,8 +227,5 @@ def too_old(capability: float | None, least: float, feature: str, remedy: str) -
 
 def brief(value: object) -> str:
     """A value and its type as one short line."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception as error:  # raised by a user's class
-        text = f"an object whose repr raises {type(error).__name__}"
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -5,7 +5,6 @@ Axes in names: `_G` completions of a group.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -13,9 +12,9 @@ from functools import wraps
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, overload
 
-from rl.api.metric import MetricName, usable_name
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
 from rl.api.types import RewardInput, RewardOutput
+from rl.config.schema import MetricName, usable_name
 
 Score = RewardOutput | float | None
 """A bare number is a value without parts; None: this picture could not be graded."""
@@ -134,7 +133,7 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
     parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
     for name in parts:
         try:
-            usable_name(name)
+            usable_name(str(name))
         except ValueError as error:
             raise ValueError(f"part {name!r}: {error}") from None
     for name in sorted(unit_parts):
@@ -147,12 +146,5 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
 def _number(label: str, value: object) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    message = f"{label} is {brief(value)}; expected a finite number, alone or as "
-    message += "RewardOutput(value, parts)"
-    if inspect.isgenerator(value):
-        message += ": write `return` instead of `yield`"
-    elif callable(getattr(value, "item", None)):
-        message += ": call `.item()` on it"
-    elif callable(value):
-        message += ": call it"
-    raise TypeError(message)
+    expected = "a finite number, alone or as RewardOutput(value, parts)"
+    raise TypeError(f"{label} is {brief(value)}; expected {expected}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -75,6 +76,16 @@ class Section(BaseModel):
         if "\0" in value:
             raise ValueError("contains a NUL, which no path, name or command may have; remove it")
         return located(value)
+
+
+def usable_name(name: str) -> str:
+    """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
+    return name
+
+
+MetricName = Annotated[str, AfterValidator(usable_name)]
 
 
 class Unread:
@@ -303,6 +314,15 @@ class RewardKeys(Section):
     during the run, training goes on."""
 
 
+class SourceKeys(Section):
+    """Keys that the section of a training source may have beside those of its plugin."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often the mixture draws from it, relative to the other sources' weights."""
+    coefficient: Annotated[float, Field(gt=0)] | None = None
+    """In place of the weight, which is then coefficient x the source's rows."""
+
+
 class EvaluationConfig(Section):
     """The held-out evaluation: one completion per sample, greedy by default."""
 
@@ -494,7 +514,7 @@ class RunConfig(Section):
     renderer: PluginSection
     """A plugin of rl/renderers. `{ type: 'ray_pool', of: <renderer>, ... }` is read as `renderer:
     <renderer>` and `render_pool: { ... }`."""
-    rewards: dict[str, PluginSection]
+    rewards: dict[MetricName, PluginSection]
     """Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
     `held_out_only` (docs/judge.md)."""
     final_reward: FinalReward = FinalReward()

@@ -16,11 +16,10 @@ from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer, Question
-from rl.api.metric import MetricName
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import Region, RewardInput, RewardOutput, is_unreadable
-from rl.config.schema import RunConfig, Section, Unread
+from rl.config.schema import MetricName, RunConfig, Section, Unread
 from rl.judge import reply
 from rl.judge.reply import (
     DIGITS,
