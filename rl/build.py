@@ -465,8 +465,7 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         if num_rows == 0:
             left_out = f" ({source.num_skipped} bad ones left out)" if source.num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
-        if rules.opens is None or not plugin.cls.reads_much:
-            _check_rows(at, source, num_rows, rules)
+        _check_rows(at, source, num_rows, rules)
     except KeyboardInterrupt:
         raise
     except BaseException as error:

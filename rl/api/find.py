@@ -130,22 +130,22 @@ def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None
 
 def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
-    if isinstance(target, ModuleType):
-        classes = (value for value in _public(target).values() if isinstance(value, type))
-        plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
-        if len(plugins) == 1:
-            return plugins[0], []
-        if plugins:
-            names = ", ".join(cls.__name__ for cls in plugins)
-            return None, [f"module {target.__name__} holds {names}; name one of them after a dot"]
+    if isinstance(target, type) and issubclass(target, base):
+        return target, []
+    if not isinstance(target, ModuleType):
+        label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
+        return None, [f"{label} is not a {base.__name__}: {derive}"]
+    classes = (value for value in _public(target).values() if isinstance(value, type))
+    plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
+    if len(plugins) == 1:
+        return plugins[0], []
+    names = ", ".join(cls.__name__ for cls in plugins)
+    text = f"module {target.__name__} holds {names}; name one of them after a dot"
+    if not plugins:
         text = f"module {target.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
             text += f", or name a function in it after a dot{_functions_of(target)}"
-        return None, [text]
-    if isinstance(target, type) and issubclass(target, base):
-        return target, []
-    label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
-    return None, [f"{label} is not a {base.__name__}: {derive}"]
+    return None, [text]
 
 
 def loss_problems(target: Any) -> list[str]:

@@ -71,7 +71,7 @@ class ThoughtSection(Section):
     )
     """Appended to the user's words for sampling; `{marker}` becomes the marker. '' = nothing, for
     a policy that thinks without being asked."""
-    marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
+    marker: Annotated[str, Field(pattern=r"\S", max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest thought, marker included; a longer one fails. null = only the completion's limit."""
@@ -175,9 +175,6 @@ class Policy(RunPlugin[PolicyConfigT]):
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
         """Once per rank: load the weights. Raises ValueError for what the user can fix."""
-        if setup.kind not in self.emits:
-            name = type(self).__name__
-            raise ValueError(f"policy {name} emits {sorted(self.emits)}, not {setup.kind!r}")
         self.config = config
         self.setup = setup
         self.device = setup.device if config.device == "auto" else config.device

@@ -125,8 +125,6 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         suffix = ": all that it writes before its picture is its thought"
         suffix *= "image_tokens" in emits
         yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
-    if thought is not None and not thought.marker.strip():
-        yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
@@ -243,10 +241,9 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
-    if config.num_iterations is None and config.num_epochs is None:
-        yield "num_iterations, num_epochs: neither given; set one"
-    if config.num_iterations is not None and config.num_epochs is not None:
-        yield "num_iterations, num_epochs: both given; keep one"
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        given = "neither" if config.num_iterations is None else "both"
+        yield f"num_iterations, num_epochs: {given} given; set one of them"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
         below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
