@@ -175,6 +175,9 @@ class Policy(RunPlugin[PolicyConfigT]):
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
         """Once per rank: load the weights. Raises ValueError for what the user can fix."""
+        if setup.kind not in self.emits:
+            name = type(self).__name__
+            raise ValueError(f"policy {name} emits {sorted(self.emits)}, not {setup.kind!r}")
         self.config = config
         self.setup = setup
         self.device = setup.device if config.device == "auto" else config.device
