@@ -17,9 +17,8 @@ from typing import Any
 from rl import build
 from rl.api import find
 from rl.api.find import misspelt
-from rl.api.plugin import unread
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
+from rl.build import PLUGIN_BASES, Resolved, RewardPlugin
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, memory_problems
 from rl.check.iteration_time import pool_lines, questions_per_picture
@@ -41,6 +40,9 @@ from rl.config.schema import (
     JudgeConfig,
     RunConfig,
     SamplingConfig,
+    Section,
+    Unread,
+    changed,
     listed,
 )
 from rl.judge.http import resolve_api_bases
@@ -53,91 +55,71 @@ from rl.record.run_summary import LOCKS
 # ---- no effect -----------------------------------------------------------------------------------
 # Reports keys that are set without effect, or probably without the effect that the user means.
 
-UNREAD: Mapping[str, tuple[str, Any]] = {
-    "algorithm.kl_estimator kl_placement": ("kl_coeff", 0),
-    "algorithm.advantage_eps": ("advantage_scale", "none"),
-    "algorithm.importance_cap": ("importance_correction", "none"),
-    "optimizer.zero_stage": ("backend", "torch"),
-    "evaluation.": ("every_n_iterations", 0),
-    "evaluation.top_k": ("temperature", 0),
-    "checkpoint.push_to_hub_repo_id": ("push_to_hub_every_n_iterations", 0),
-    "tracking.wandb_project": ("wandb", "off"),
-    "tracking.trackio_space": ("trackio", False),
-    "tracking.images_per_iteration keep_images_of_last_n_iterations thumbnails_mb": (
-        "log_episodes_every_n_iterations",
-        0,
-    ),
-    "judge.start_timeout_s": ("start_command", []),
-}
-"""'section.key key ...' (no key: the whole section) -> (another key of the section, the value of
-that key with which the first ones have no effect)."""
-
 
 def no_effect(resolved: Resolved) -> list[str]:
     """'key: why' for each key that has no effect and is set to another value than its default."""
-    problems = [*_rules(resolved)]
-    for plugin in resolved.plugins:
-        lines = ask_plugin(plugin, "no_effect")[0] or []
-        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
-        problems += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
-    return list({line.partition(":")[0]: line for line in reversed(problems)}.values())[::-1]
-
-
-def _rules(resolved: Resolved) -> Iterator[str]:
-    config, policy, renderer = resolved.config, resolved.policy, resolved.renderer
-    algorithm, optimizer = config.algorithm, config.optimizer
-    thought, lora = policy.config.thought, policy.config.lora
-    if not resolved.by_judge["judge"].needs_judge:
-        yield from unread(config.judge, None, "no reward asks this judge", "judge.")
-    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
-    for plugin in resolved.rewards.values():
-        if plugin.keys.held_out_only and not is_evaluated:
-            yield f"{plugin.key}.held_out_only: nothing is evaluated, so the reward grades nothing"
-        if plugin.keys.judge is not None:
-            yield from _own_judge(plugin, plugin.keys.judge)
-    for keys_path, (gate_key, value) in UNREAD.items():
-        name, _, keys = keys_path.partition(".")
-        section = getattr(config, name)
-        if getattr(section, gate_key) == value:
-            yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
-    if config.data.validation and not config.evaluation.every_n_iterations:
-        yield "data.validation: evaluation.every_n_iterations is 0, so nothing is evaluated"
-    one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
-    if one_update and not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES:
-        why = "one update an iteration and max_staleness 0: the ratio is 1"
-        yield from unread(algorithm, "clip_low clip_high", why, "algorithm.")
-    elif algorithm.loss == "cispo":
-        yield from unread(algorithm, "clip_low", "'cispo' has no lower bound", "algorithm.")
+    config, renderer, policy = resolved.config, resolved.renderer, resolved.policy
+    lora, algorithm, optimizer = policy.config.lora, config.algorithm, config.optimizer
+    is_old = config.max_staleness or optimizer.updates_per_iteration > 1 or (lora and lora.dropout)
+    facts = {
+        "evaluation.every_n_iterations": config.evaluation.every_n_iterations,
+        "judge.is_asked": resolved.by_judge["judge"].needs_judge,
+        "policy ratio": 1 if not is_old and algorithm.loss in SHIPPED_LOSSES else "any",
+        "policy.has_bare_arm": (
+            policy.cls.pass_through_completion is not Policy.pass_through_completion
+        ),
+        "policy.thought": policy.config.thought,
+        "renderer.accepts": renderer.cls.accepts,
+        "renderer.makes_images": renderer.cls.makes_images,
+    }
+    problems = [*unread(config, facts)]
     kept, why_not_kept = memory_plan.kept_tokens(resolved)
-    if not kept and optimizer.max_kept_tokens != 0:
-        why = f"nothing can be kept ({why_not_kept})"
-        yield from unread(optimizer, "max_kept_tokens", why, "optimizer.")
-    if thought is None:
-        why = "policy.thought is null, so there is no thought to leave out"
-        yield from unread(config.evaluation, "thought_gain", why, "evaluation.")
-    if not renderer.cls.makes_images:
-        why = f"renderer {renderer.name} makes no pictures"
-        yield from unread(config, "images_per_completion", why)
-    if policy.cls.pass_through_completion is Policy.pass_through_completion:
-        yield from unread(config, "bare_arm", f"policy {policy.name} has no bare arm")
-    if renderer.cls.accepts != "hidden_states":
-        why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
-        yield from unread(
-            policy.config, " ".join(sorted(policy.cls.keys_for_states)), why, "policy."
-        )
-        if thought is not None:
-            yield from unread(thought, "states", why, "policy.thought.")
+    if not kept and optimizer.max_kept_tokens:
+        problems.append(f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})")
+    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
+    for reward in resolved.rewards.values():
+        if reward.keys.held_out_only and not is_evaluated:
+            text = "nothing is evaluated, so the reward grades nothing"
+            problems.append(f"{reward.key}.held_out_only: {text}")
+        if reward.keys.judge is not None:
+            problems += _own_judge(reward, reward.keys.judge)
+    for plugin in resolved.plugins:
+        problems += unread(plugin.config, facts, f"{plugin.key}.")
+        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
+        problems += [f"{plugin.key}.{line}" for line in misspelt(plugin.cls, base)]
+    return problems
+
+
+def unread(
+    section: Section, around: Mapping[str, Any], at: str = "", why: str = ""
+) -> Iterator[str]:
+    """'key: why' for each key of the section, and of those inside it, that is set though its
+    `Unread` says that nothing reads it. `around`: what a `gate` may name; `at`: the section's
+    prefix; `why`: why nothing reads the whole section."""
+    known = {**around, **dict(section)}
+    for key, info in type(section).model_fields.items():
+        value = getattr(section, key)
+        values = value.items() if isinstance(value, dict) else [("", value)]
+        inside = {name: part for name, part in values if isinstance(part, Section)}
+        reasons = (note.why(known) for note in info.metadata if isinstance(note, Unread))
+        reason = why or next(filter(None, reasons), "")
+        for name, part in inside.items():
+            prefix = f"{at}{key}.{name}." if name else f"{at}{key}."
+            yield from unread(part, known, prefix, reason)
+        if reason and not inside and changed(section, [key]):
+            yield f"{at}{key}: {reason}"
 
 
 def _own_judge(plugin: RewardPlugin, judge: JudgeConfig) -> Iterator[str]:
     """The keys of a reward's own judge that nothing reads."""
-    at = f"{plugin.key}.judge."
-    if not plugin.cls.needs_judge:
-        yield from unread(judge, None, f"reward {plugin.name} asks no judge", at)
-    yield from unread(judge, "max_failure_rate unreadable", "the run's judge has the limits", at)
-    if plugin.keys.held_out_only:
-        audit = [key for key in type(judge).model_fields if key.startswith(("audit", "attack"))]
-        yield from unread(judge, " ".join(audit), "a start audits judges that train", at)
+    for key in changed(judge):
+        at = f"{plugin.key}.judge.{key}"
+        if not plugin.cls.needs_judge:
+            yield f"{at}: reward {plugin.name} asks no judge"
+        elif key in ("max_failure_rate", "unreadable"):
+            yield f"{at}: the run's judge has the limits"
+        elif plugin.keys.held_out_only and key.startswith(("audit", "attack")):
+            yield f"{at}: a start audits judges that train"
 
 
 def doubtful(resolved: Resolved) -> list[str]:
@@ -505,7 +487,7 @@ def report(
         "plugins": [
             f"{plugin.key:<20} {plugin.name:<22} {path}".rstrip()
             for plugin in resolved.plugins
-            for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
+            for path in plugin.paths[:1]
         ],
         "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl import build
+from rl.api.plugin import SavesMemory
 from rl.build import Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import PHASES, InferenceEngine, Plan
@@ -124,8 +125,6 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         suffix = ": all that it writes before its picture is its thought"
         suffix *= "image_tokens" in emits
         yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
-    if thought is not None and not thought.marker.strip():
-        yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
@@ -242,10 +241,9 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
-    if config.num_iterations is None and config.num_epochs is None:
-        yield "num_iterations, num_epochs: neither given; set one"
-    if config.num_iterations is not None and config.num_epochs is not None:
-        yield "num_iterations, num_epochs: both given; keep one"
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        given = "neither" if config.num_iterations is None else "both"
+        yield f"num_iterations, num_epochs: {given} given; set one of them"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
         below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
@@ -565,9 +563,11 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     sizes = memory_plan.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is tried if the sizes are unknown"
     savings = [
-        (f"{plugin.key}.{saving.key}", saving)
+        (f"{plugin.key}.{key}", note)
         for plugin in resolved.model_runners
-        for saving in plugin.cls.savings(plugin.config)
+        for key, field in type(plugin.config).model_fields.items()
+        for note in field.metadata
+        if isinstance(note, SavesMemory) and getattr(plugin.config, key) != note.value
     ]
     # With stage 3, full fine-tuning has no reference policy.
     stages = (1, 2) if sizes.reads_reference else (1, 2, 3)

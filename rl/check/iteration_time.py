@@ -192,7 +192,7 @@ def computed(resolved: Resolved) -> Iteration:
     if not renderer.cls.makes_images:
         raise ValueError(f"renderer: {renderer.name} draws no pictures")
     gpu, sizes = gpu_of(config.gpu_gb), memory_plan.sizes(resolved)
-    drawing = renderer.cls.picture_flops(renderer.config)
+    drawing = renderer.cls.cost(renderer.config).picture_flops
     if sizes is None or drawing is None:
         key = "policy" if sizes is None else "renderer"
         raise ValueError(f"{key}: the size of this model is unknown")

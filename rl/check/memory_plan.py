@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
-from rl.api.plugin import ModelRunner, PlacedConfig
+from rl.api.plugin import ModelCost, ModelRunner, PlacedConfig
 from rl.build import Plugin, Resolved
 from rl.meter import MATRICES, ModelShape, Recompute
 from rl.model_files import num_parameters
@@ -228,19 +228,12 @@ class FrozenModel:
     device: str
     """'auto': the rank's own GPU, whose memory is planned."""
     bytes_per_value: int
-    weights: Mapping[str, float]
-    """Part -> parameters."""
-    activations: Mapping[str, float]
-    """Part -> values alive at the peak of one forward."""
-    host_weights: float = 0.0
-    """Parameters that stay in host memory."""
-    host_shared: bool = True
-    """Whether these are memory-mapped from a file, so that a machine's ranks share one copy."""
+    cost: ModelCost
 
     def host_gb(self, num_ranks: int) -> float:
         """Host memory of `num_ranks` ranks of one machine."""
-        copies = 1 if self.host_shared else num_ranks
-        return copies * self.host_weights * self.bytes_per_value / 1e9
+        copies = 1 if self.cost.host_shared else num_ranks
+        return copies * self.cost.host_weights * self.bytes_per_value / 1e9
 
 
 @dataclass(frozen=True)
@@ -377,12 +370,14 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     for model in sizes.frozen:
         if model.device == "auto":
             gb = model.bytes_per_value / 1e9
-            rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
-            if model.activations:  # its parts run one after the other
-                working_gb = max(model.activations.values()) * gb
+            rows += [
+                Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.cost.weights.items()
+            ]
+            if model.cost.activations:  # its parts run one after the other
+                working_gb = max(model.cost.activations.values()) * gb
                 rows.append(Row(f"{model.name}, workspace", working_gb, ("render",)))
             continue
-        values = sum(model.weights.values()) + sum(model.activations.values())
+        values = sum(model.cost.weights.values()) + sum(model.cost.activations.values())
         per_device[model.device] += values * model.bytes_per_value / 1e9
     rows += _forward_rows(sizes)
     engine = sizes.engine
@@ -555,8 +550,8 @@ def unknowns(resolved: Resolved) -> list[str]:
         problems.append(f"engine: {engine.name} does not state its memory")
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
-        if on_gpu and not sum(plugin.cls.parameter_counts(plugin.config).values()):
-            source = "".join(f" of {path!r}" for path in plugin.cls.reads_from(plugin.config)[:1])
+        if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
+            source = "".join(f" of {path!r}" for path in plugin.paths[:1] if path)
             problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         problems.append(
@@ -590,8 +585,7 @@ def _share_of(start_command: Sequence[str], resolved: Resolved) -> float | None:
 
 def policy_weights(resolved: Resolved) -> str:
     """The first path or hub id that the policy reads; without one, the plugin's name."""
-    paths = resolved.policy.cls.reads_from(resolved.policy.config)
-    return next(iter(paths), resolved.policy.name)
+    return resolved.policy.paths[0] or resolved.policy.name
 
 
 def policy_device(resolved: Resolved) -> str:
@@ -717,17 +711,14 @@ def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
         name=plugin.key,
         device="auto" if beside_policy else config.device,
         bytes_per_value=BYTES[config.dtype],
-        weights=plugin.cls.parameter_counts(plugin.config),
-        activations=plugin.cls.activation_counts(plugin.config),
-        host_weights=plugin.cls.host_parameters(plugin.config),
-        host_shared=plugin.cls.shares_host_parameters(plugin.config),
+        cost=plugin.cls.cost(plugin.config),
     )
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
     """The model's sizes, by hub id or from a local folder's config.json and safetensors headers.
     Tries the policy's paths in order; None if no path has them."""
-    for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
+    for path in (*resolved.policy.paths, folder):
         file = Path(path) / "config.json"
         if not path or not file.is_file():
             if path in KNOWN:

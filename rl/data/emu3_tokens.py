@@ -202,8 +202,6 @@ class EditList:
 class TokenisedEdits(DataSource[Config]):
     """The edits of a list; each file is read when its sample is fetched."""
 
-    reads_much = True
-
     def __init__(self, config: Config, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming list and entries."""
         edits = read_list(config.path)
@@ -276,10 +274,6 @@ class TokenisedEdits(DataSource[Config]):
     def provides(cls, config: Config) -> frozenset[str]:
         """'source' and 'target' are pictures once the renderer has decoded the codes."""
         return frozenset({"source_codes", "target_codes", "source", "target"})
-
-    @classmethod
-    def is_here(cls, config: Config) -> bool:
-        return True
 
 
 def read_list(path: str | Path) -> EditList:

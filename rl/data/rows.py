@@ -699,8 +699,6 @@ class RowsConfig(FileConfig):
 class RowsSource(DataSource[ConfigT]):
     """A `DataSource` over the rows that `read` returns."""
 
-    reads_much = True
-
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
@@ -721,10 +719,6 @@ class RowsSource(DataSource[ConfigT]):
             self._rows.most_pictures,
         )
         self.num_skipped = len(self._rows.bad)
-
-    @classmethod
-    def is_here(cls, config: ConfigT) -> bool:
-        return True
 
     @classmethod
     @abstractmethod

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
 
 from rl.api.data import RowRules
-from rl.api.plugin import FileConfig, unread
+from rl.api.plugin import FileConfig
 from rl.config.loading import FOLDER, GONE, not_a_file
+from rl.config.schema import Unread
 from rl.data.rows import (
     MAX_SHOWN,
     SEVERAL,
@@ -75,9 +77,9 @@ class HfDatasetConfig(RowsConfig):
     path: str
     """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); a
     local path wins if it exists. A relative path starts at the working directory."""
-    name: str = ""
+    name: Annotated[str, Unread("path", isfile)] = ""
     """The data set's configuration on the hub, '' = its only or default one."""
-    revision: str = ""
+    revision: Annotated[str, Unread("path", isfile)] = ""
     """Branch, tag or commit on the hub, '' = the newest."""
     split: str = "train"
     """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
@@ -90,12 +92,6 @@ class HfDataset(RowsSource[HfDatasetConfig]):
     def is_here(cls, config: HfDatasetConfig) -> bool:
         can_read = config.path.endswith(".jsonl") or find_spec("datasets") is not None
         return can_read and _is_local(config)
-
-    @classmethod
-    def no_effect(cls, config: HfDatasetConfig) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if Path(config.path).is_file():
-            yield from unread(config, "name revision", "path is a file")
 
     @classmethod
     def read(cls, config: HfDatasetConfig, rules: RowRules) -> Rows:

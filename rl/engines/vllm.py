@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
-from rl.api.plugin import PlacedConfig, PluginConfig, too_old, unread
+from rl.api.plugin import PlacedConfig, PluginConfig, too_old
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
-from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
+from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, Unread, vllm_build
 from rl.engines.vllm_process import (
     ADAPTER_ID,
     GRID,
@@ -72,7 +72,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class Config(PluginConfig):
     """The engine section."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | Literal["auto"], Unread("kv_cache_memory_mb")
+    ] = "auto"
     """Share of the GPU's memory for weights and KV cache while the engine is awake. auto: its
     weights, its workspace, and a cache for all completions that its rank samples in an iteration,
     each of maximal length and with its own prompt; if the memory plan has no room for all of them,
@@ -188,12 +190,6 @@ class VllmEngine(Engine[Config]):
                 f"float32; set {remedy}, or engine.type=transformers, or run on the CPU "
                 "(policy.device=cpu)"
             )
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        if config.kv_cache_memory_mb is None:
-            return []
-        return unread(config, "gpu_memory_utilization", "kv_cache_memory_mb is given")
 
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from rl.api.data import RowCheck
-from rl.api.plugin import ModelFiles, unread
+from rl.api.plugin import ModelFiles
 from rl.api.policy import LoraSection, PolicySetup
 from rl.api.types import (
     Action,
@@ -30,7 +30,7 @@ from rl.api.types import (
     TokenOutputs,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_TOKENS, RunConfig
+from rl.config.schema import MAX_TOKENS, RunConfig, Unread
 from rl.policies import prompting
 from rl.policies.policy_base import (
     TEXT_FILES,
@@ -303,16 +303,16 @@ class Config(TrainedPolicyConfig):
     train_text_tokens_only: bool = False
     """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
     visual tokens alone in the others."""
-    text_only_cycle_steps: Cycle = 10
+    text_only_cycle_steps: Annotated[Cycle, Unread("train_text_tokens_only", False)] = 10
     """Length of that cycle, iterations."""
-    text_only_steps: Steps = 10
+    text_only_steps: Annotated[Steps, Unread("train_text_tokens_only", False)] = 10
     """Of these, how many train text."""
     train_vision_tokens_only: bool = False
     """Train visual tokens alone in the first `vision_only_steps` iterations of every
     `vision_only_cycle_steps`, everything in the others."""
-    vision_only_cycle_steps: Cycle = 10
+    vision_only_cycle_steps: Annotated[Cycle, Unread("train_vision_tokens_only", False)] = 10
     """Length of that cycle, iterations."""
-    vision_only_steps: Steps = 10
+    vision_only_steps: Annotated[Steps, Unread("train_vision_tokens_only", False)] = 10
     """Of these, how many train visual tokens alone."""
 
     def trained(self, iteration: int) -> tuple[bool, bool]:
@@ -544,17 +544,6 @@ class Emu3(TrainedPolicy[Config]):
                 "before sampling is constrained; end the prefill before it"
             )
         return errors
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        for kind, is_on in (
-            ("text", config.train_text_tokens_only),
-            ("vision", config.train_vision_tokens_only),
-        ):
-            if not is_on:
-                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
-                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
     def engine_folder(self) -> str:
         """A folder of links to the weights, with config and tokenizer files in transformers'

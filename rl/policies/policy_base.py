@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
+from rl.api.plugin import ModelFiles, PlacedConfig, too_old
 from rl.api.policy import Decoder, LoraSection, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
-from rl.config.loading import not_a_file
-from rl.config.schema import RunConfig
+from rl.config.loading import is_folder, not_a_file
+from rl.config.schema import RunConfig, Unread
 from rl.console import warn
 from rl.meter import MATRICES, prefix_tree_pairs
 from rl.model_files import (
@@ -193,7 +193,7 @@ class TrainedPolicyConfig(PolicyConfig):
 
     model_path: str
     """Folder or hub id of the weights."""
-    revision: str | None = None
+    revision: Annotated[str | None, Unread("model_path", is_folder)] = None
     """Hub revision of model_path; null = newest."""
     adapter_path: str = ""
     """PEFT adapter to start from: its folder, a run folder (its newest intact checkpoint) or one of
@@ -261,10 +261,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return Base(config.model_path, config.revision)
 
     @classmethod
-    def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
-        return [config.model_path]
-
-    @classmethod
     def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
         kinds = (cls.model_types, cls.model_classes)
         return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]
@@ -306,15 +302,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:
         """Names of the linear layers that `lora.target_modules` may name."""
         return set(MATRICES)
-
-    @classmethod
-    def no_effect(cls, config: TrainedConfigT) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if Path(config.model_path).is_dir():
-            yield from unread(config, "revision", "model_path is a folder")
-        if config.lora is not None and config.adapter_path:
-            keys = "target_modules init_seed"
-            yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:

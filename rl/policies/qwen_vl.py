@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cachetools import LRUCache
 
 from rl.api.data import RowCheck
-from rl.api.plugin import ModelFiles, unread
+from rl.api.plugin import ModelFiles
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -72,7 +72,6 @@ class QwenVL(TrainedPolicy[Config]):
 
     emits = frozenset({"hidden_states", "text"})
     refused_with_template = frozenset({"system_prompt"})
-    keys_for_states = frozenset({"conditioning"})
     max_sources = prompting.MAX_PICTURES
     thinks = True
     loading = qwen_vl_prompts
@@ -150,23 +149,9 @@ class QwenVL(TrainedPolicy[Config]):
         load_image_processor(config).save_pretrained(folder)
 
     @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if not config.init_text_encoder_from:
-            reason = "init_text_encoder_from is empty, and the weights are model_path's"
-            yield from unread(config, "text_encoder_subfolder", reason)
-
-    @classmethod
     def adaptable(cls, config: Config) -> Set[str]:
         tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
         return super().adaptable(config) | tower
-
-    @classmethod
-    def reads_from(cls, config: Config) -> Sequence[str]:
-        editor = config.init_text_encoder_from
-        if not editor:
-            return [config.model_path]
-        return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
     @classmethod
     def has_frozen_tower(cls, config: Config) -> bool:

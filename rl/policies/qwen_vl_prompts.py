@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from cachetools import LRUCache
 from pydantic import Field
 
-from rl.api.policy import ThoughtSection
+from rl.api.policy import NO_STATES, ThoughtSection
 from rl.api.types import (
     NO_MARKER,
     UNFINISHED_THOUGHT,
@@ -26,7 +26,7 @@ from rl.api.types import (
     Sample,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_COUNT
+from rl.config.schema import MAX_COUNT, Unread
 from rl.files import read_object
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
@@ -382,13 +382,13 @@ class Config(TrainedPolicyConfig):
     """Folder or hub id: tokenizer, image processor and (usually) weights."""
     init_text_encoder_from: str = ""
     """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
-    text_encoder_subfolder: str = "text_encoder"
+    text_encoder_subfolder: Annotated[str, Unread("init_text_encoder_from", "")] = "text_encoder"
     """The text encoder's subfolder in that editor."""
     freeze_vision_tower: bool = True
     """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
     system_prompt: str = "You are a helpful assistant."
     """For renderers that bring no template of their own; '' = no system turn."""
-    conditioning: Literal["policy", "base"] = "policy"
+    conditioning: Annotated[Literal["policy", "base"], NO_STATES] = "policy"
     """Weights that make the renderer's hidden states: 'policy', the trained ones (the same forward
     gives the old log-probs), or 'base', the untrained ones (the renderer sees no drifted state)."""
     image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None

@@ -40,23 +40,21 @@ class DiffusionRenderer(Renderer[ConfigT]):
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         super().__init__(config, resources)
-        self.loop = self.load(config, resolve_device(config.device, resources.device))
+        loop, load_parts = self.loop_and_loader()
+        device = resolve_device(config.device, resources.device)
+        self.loop: DiffusionLoop[Any, Any] = loop(config, load_parts(config, device))
         self.state_dim = self.loop.state_dim
         self.loop.may_split = resources.may_split
 
     @classmethod
     @abstractmethod
-    def load(cls, config: ConfigT, device: str) -> DiffusionLoop[Any, Any]:
-        """The loop, with its models on the device."""
-
-    @classmethod
-    @abstractmethod
-    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
-        """The settings that jobs must share to be drawn in one batch: the render loop's."""
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+        """(the class of the render loop, the function that loads its models to a device). They
+        import torch."""
 
     @classmethod
     def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
-        return cls.bucket_of(config, job), config.batch_size
+        return cls.loop_and_loader()[0].bucket_of(config, job), config.batch_size
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)
@@ -92,11 +90,9 @@ class DiffusionRenderer(Renderer[ConfigT]):
         return True
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan.
-
-        From `hub_parameters`, or from a local folder's safetensors headers; {} for other hub ids.
-        """
+    def part_sizes(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, from `hub_parameters` or from a local folder's
+        safetensors headers; {} for other hub ids."""
         folder, parts = Path(config.model_path), cls.part_names(config)
         if folder.is_dir():
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}

@@ -22,7 +22,14 @@ from rl.files import digest, over_white
 from rl.model_files import align_weights
 from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
 from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
-from rl.renderers.qwen_image_config import PATCH_PX, DenoisingConfig, Size, fit_area, output_size
+from rl.renderers.qwen_image_config import (
+    PATCH_PX,
+    DenoisingConfig,
+    Size,
+    fit_area,
+    max_pictures,
+    output_size,
+)
 from rl.renderers.qwen_image_denoiser import (
     Conditioning,
     Denoiser,
@@ -339,8 +346,8 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
     up to 2e-2 (5/255, tiny model), so only the same batch reproduces a bfloat16 picture exactly.
     """
 
-    def __init__(self, config: DenoisingConfig, parts: EditorParts, max_pictures: int = 1) -> None:
-        super().__init__(config, parts, max_pictures)
+    def __init__(self, config: DenoisingConfig, parts: EditorParts) -> None:
+        super().__init__(config, parts, max_pictures(config))
         self.state_dim = parts.transformer.config.joint_attention_dim
         self._denoiser = Denoiser(parts.transformer)
         self._modulation = ModulationTables(parts.transformer)

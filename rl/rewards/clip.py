@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from typing import Annotated
 from PIL.Image import Image
 from pydantic import Field
 
-from rl.api.plugin import SAFETENSORS, Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.plugin import SAFETENSORS, Dtype, FrozenModelConfig, ModelCost, ModelFiles, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import MAX_COUNT
@@ -87,12 +87,12 @@ class Clip(Reward[Config]):
         ]
 
     @classmethod
-    def parameter_counts(cls, config: Config) -> Mapping[str, float]:
+    def cost(cls, config: Config) -> ModelCost:
         """From `NUM_PARAMETERS` or a local folder's safetensors headers; {} for other hub ids."""
         if Path(config.model_path).is_dir():
-            return {"model": num_parameters(config.model_path)}
+            return ModelCost({"model": num_parameters(config.model_path)})
         count = NUM_PARAMETERS.get(config.model_path)
-        return {} if count is None else {"model": count}
+        return ModelCost({} if count is None else {"model": count})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's

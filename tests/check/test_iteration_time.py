@@ -128,7 +128,7 @@ def test_the_formulas_of_a_picture_agree_with_counted_operations(
     """The counter runs the real forward on the meta device; the formula leaves out the VAE and
     what is computed once per picture."""
     renderer = build.resolve(tiny_config.shipped(config)).renderer
-    flops = renderer.cls.picture_flops(renderer.config)
+    flops = renderer.cls.cost(renderer.config).picture_flops
     assert flops is not None and 0.93 < flops / counted() < 1.02
 
 

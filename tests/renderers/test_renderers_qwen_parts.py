@@ -127,7 +127,7 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
     assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}
     on_device = sum(p.numel() for p in transformer.parameters() if p.device.type == "meta")
-    assert on_device == QwenImageEdit.parameter_counts(config)["transformer"]
+    assert on_device == QwenImageEdit.cost(config).weights["transformer"]
 
 
 @torch.no_grad()
@@ -224,7 +224,7 @@ def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> N
     rounded = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.03
     half, whole = (
-        QwenImageEdit.parameter_counts(QwenImageEdit.Config(type="x", fp8=mode))
+        QwenImageEdit.cost(QwenImageEdit.Config(type="x", fp8=mode)).weights
         for mode in ("storage", "off")
     )
     assert half == whole | {"transformer": whole["transformer"] / 2}

@@ -211,6 +211,6 @@ def test_a_batch_that_fails_fails_its_grades_and_no_others() -> None:
 
 def test_the_memory_plan_counts_the_parameters_of_clip(folder: Path) -> None:
     size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
-    assert clip.Clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
-    assert clip.Clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
-    assert clip.Clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
+    assert clip.Clip.cost(clip.Config(model_path=str(folder))).weights == {"model": size}
+    assert clip.Clip.cost(clip.Config()).weights == {"model": pytest.approx(151.3e6, rel=0.01)}
+    assert clip.Clip.cost(clip.Config(model_path="someone/else")).weights == {}
