@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,14 +16,11 @@ from rl.api.data import RowRules
 from rl.api.plugin import FileConfig
 from rl.api.types import Sample
 from rl.config.loading import not_a_file
-from rl.data.rows import MAX_SHOWN, BadRowError, CheckedSource
+from rl.data.rows import MAX_SHOWN, BadRowError, CheckedSource, UnusableError
+from rl.files import write_atomically
 from rl.printing import excerpt, without_lone_surrogates
 
 SUFFIX = ".safetensors"
-
-
-class UnreadableError(ValueError):
-    """A file is not a tokenised edit; the message does not repeat its path."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +39,17 @@ class TokenisedEdit:
 
 
 def read(path: Path) -> TokenisedEdit:
-    """The edit in a file. Raises UnreadableError; a hostile file may raise any other error."""
+    """The edit in a file. Raises UnusableError, without the file's name; a hostile file may raise
+    any other error."""
     if why := not_a_file(path):
-        raise UnreadableError(why)
+        raise UnusableError(why)
     fields = _read_safetensors(path) if path.suffix == SUFFIX else _read_pth(path)
     instruction = fields.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
-        raise UnreadableError(f"its instruction is {instruction!r:.60}, not text")
+        raise UnusableError(f"its instruction is {instruction!r:.60}, not text")
     identity = str(fields.get("edit_id") or path.stem).removesuffix(".pth")
     if (identity + instruction) != without_lone_surrogates(identity + instruction):
-        raise UnreadableError("its text holds half a character (a lone surrogate)")
+        raise UnusableError("its text holds half a character (a lone surrogate)")
     thoughts = fields.get("CoT") or {}
     return TokenisedEdit(
         id=identity,
@@ -64,19 +61,14 @@ def read(path: Path) -> TokenisedEdit:
 
 
 def write(path: Path, edit: TokenisedEdit) -> None:
-    """Replace `path` atomically; several processes may write the same edit at once. Equal edits
-    give equal bytes."""
-    from safetensors.numpy import save_file
+    """Replace `path` atomically. Equal edits give equal bytes."""
+    from safetensors.numpy import save
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = {"edit_id": edit.id, "instruction": edit.instruction, "CoT": dict(edit.thoughts)}
     codes = {"original_image": edit.source_codes, "edited_image": edit.target_codes}
-    save_file(
-        {name: np.ascontiguousarray(array, np.int32) for name, array in codes.items()},
-        temporary,
-        metadata={"edit": json.dumps(text, ensure_ascii=False)},
-    )
-    temporary.replace(path)
+    arrays = {name: np.ascontiguousarray(array, np.int32) for name, array in codes.items()}
+    content = save(arrays, metadata={"edit": json.dumps(text, ensure_ascii=False)})
+    write_atomically(path, content, durable=False)
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -87,7 +79,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             text = json.loads((stored.metadata() or {})["edit"])
             return {**text, **{name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnreadableError(f"is not a tokenised edit in safetensors format ({error})") from error
+        raise UnusableError(f"is not a tokenised edit in safetensors format ({error})") from error
 
 
 def _read_pth(path: Path) -> dict[str, Any]:
@@ -102,12 +94,12 @@ def _read_pth(path: Path) -> dict[str, Any]:
         # TypeError, ...); the user gets the same message for all.
         match = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"it asks for {match[1]}" if match else f"{type(error).__name__}"
-        raise UnreadableError(
+        raise UnusableError(
             f"is refused ({reason}): only arrays of whole numbers and text are loaded, nothing is "
             "run; if it is one of the published files, fetch it again"
         ) from error
     if not isinstance(fields, dict):
-        raise UnreadableError(f"holds a {type(fields).__name__}, not the fields of an edit")
+        raise UnusableError(f"holds a {type(fields).__name__}, not the fields of an edit")
     return fields
 
 
@@ -127,14 +119,14 @@ def _array_globals() -> list[Any]:
 
 def _codes(fields: Mapping[str, Any], key: str) -> np.ndarray:
     if key not in fields:
-        raise UnreadableError(f"has no {key!r}; it has {', '.join(map(str, fields)) or 'nothing'}")
+        raise UnusableError(f"has no {key!r}; it has {', '.join(map(str, fields)) or 'nothing'}")
     codes = np.asarray(fields[key])
     if codes.ndim != 2 or not codes.size or codes.dtype.kind not in "iu":
-        raise UnreadableError(
+        raise UnusableError(
             f"{key!r} is {codes.dtype} of shape {list(codes.shape)}, not whole numbers [h, w]"
         )
     if codes.min() < 0 or codes.max() > np.iinfo(np.int32).max:
-        raise UnreadableError(f"{key!r} runs from {codes.min()} to {codes.max()}; codes are >= 0")
+        raise UnusableError(f"{key!r} runs from {codes.min()} to {codes.max()}; codes are >= 0")
     return codes.astype(np.int32)
 
 

@@ -50,13 +50,12 @@ ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 SCAN = b"\xff\xda"
 """What the compressed pixels of a JPEG begin with."""
 TAIL_BYTES = 4096
-FLOATS = "{} holds floating-point pixels of unknown range; save it as 8-bit PNG"
 LFS_POINTER = b"version https://git-lfs"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
 
-class UnusableError(ValueError):
+class UnusableError(UnusableSampleError):
     """A cell of a row cannot be used; the message says why and what to do."""
 
 
@@ -88,8 +87,6 @@ def check_header(located: Path | bytes, max_side_px: int) -> tuple[int, int]:
     Takes about 0.3 ms. Other damage of the body passes; `decode` finds it.
     """
     with _open(located, max_side_px) as image:
-        if image.mode == "F":
-            raise UnusableError(FLOATS.format(_name(located)))
         size, end = image.size, ENDS.get(image.format or "", b"")
     tail = _tail(located)
     pixels = tail[max(0, tail.rfind(SCAN)) :]  # not those of a thumbnail
@@ -164,6 +161,10 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         ) from error
     except Exception as error:
         raise UnusableError(_broken(located, error)) from error
+    if image.mode == "F":
+        raise UnusableError(
+            f"{_name(located)} holds floating-point pixels of unknown range; save it as 8-bit PNG"
+        )
     width, height = image.size
     size = f"{_name(located)} is {width}x{height} px"
     if max(width, height) > max_side_px:
@@ -179,8 +180,6 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
-    if image.mode == "F":
-        raise UnusableError(FLOATS.format(name))
     if image.mode.startswith("I"):
         import numpy as np
 
@@ -420,7 +419,7 @@ class CheckedSource(DataSource[ConfigT]):
 
     def _named(self, index: int, error: Exception) -> str:
         """The message of a row's error."""
-        is_known = isinstance(error, UnusableError | UnusableSampleError)
+        is_known = isinstance(error, UnusableSampleError)
         message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
         return f"{self._place(index)}: {excerpt(message, MAX_SHOWN)}"
 
@@ -716,10 +715,9 @@ class Lines(Sequence[Mapping[str, Any]]):
     """
 
     def __init__(self, *files: Path, parse: Callable[[str], Any] | None = None) -> None:
-        """`files`: read as one. `parse`: converts a line to a row; None = JSON, where an object
-        with a repeated key is refused. Raises BadRowError if a file does not exist or cannot be
-        read, or if all are empty."""
-        self._parse = parse or json.JSONDecoder(object_pairs_hook=_unique_keys).decode
+        """`files`: read as one. `parse`: converts a line to a row; None = JSON. Raises BadRowError
+        if a file does not exist or cannot be read, or if all are empty."""
+        self._parse = parse or json.loads
         self._content = b"\n".join(map(_content, files))
         self.numbers = array("Q")
         """The number of each row's line, from 1."""
@@ -755,16 +753,6 @@ class Lines(Sequence[Mapping[str, Any]]):
         if not isinstance(row, dict):
             raise UnusableError('is not an object {"key": ...}')
         return row
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. Raises ValueError for a repeated key."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in row if names.count(name) > 1)
-        raise ValueError(f"it has {repeated!r:.60} twice")
-    return row
 
 
 def _content(path: Path) -> bytes:

@@ -85,11 +85,8 @@ class HfDataset(RowsSource[HfDatasetConfig]):
         """The split's rows."""
         path = Path(config.path)
         why = not_a_file(path)
-        if why == GONE and _is_local(config):
+        if why not in ("", FOLDER) and _is_local(config):
             raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
-        if why not in ("", FOLDER, GONE):
-            shown = excerpt(config.path, MAX_SHOWN)
-            raise BadRowError(f"{shown} {why}; give a data set's file, folder or id")
         rows: Sequence[Mapping[str, Any]]
         if not why and path.suffix == ".jsonl" and "[" not in config.split:
             # `datasets` would reject the whole file because of one unreadable line.
@@ -193,9 +190,10 @@ def _columns_read(config: HfDatasetConfig, available: Sequence[str]) -> list[str
 
 
 def _not_found(config: HfDatasetConfig) -> str:
+    path = excerpt(config.path, MAX_SHOWN)
     return (
-        f"{config.path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub "
-        "that can be reached; give a local path, or a hub id 'owner/name' with network access"
+        f"{path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub that can "
+        "be reached; give a local path, or a hub id 'owner/name' with network access"
     )
 
 
@@ -241,17 +239,11 @@ class Prompts(RowsSource[PromptsConfig]):
     """The prompts as samples."""
 
     @classmethod
-    def files(cls, config: PromptsConfig) -> Sequence[Path]:
-        """The user's file, or the files of the built-in set."""
-        if config.path:
-            return [Path(config.path)]
-        splits = ("train", "held_out") if config.split == "all" else (config.split,)
-        return [BUILT_IN / f"{split}.jsonl" for split in splits]
-
-    @classmethod
     def read(cls, config: PromptsConfig) -> Rows:
+        splits = ("train", "held_out") if config.split == "all" else (config.split,)
+        files = [Path(config.path)] if config.path else [BUILT_IN / f"{n}.jsonl" for n in splits]
         parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
-        lines = Lines(*cls.files(config), parse=parse)
+        lines = Lines(*files, parse=parse)
         columns = Columns(
             instruction=config.prompt_key, source=config.picture_key, source_optional=True
         )
