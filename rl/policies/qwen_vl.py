@@ -327,10 +327,6 @@ class QwenVL(TrainedPolicy[Config]):
         self._negatives.update(states_of)
         return [states_of[key] for key in keys_B]
 
-    def _save_other_files(self, path: Path) -> None:
-        super()._save_other_files(path)
-        self.prompts.image_processor.save_pretrained(path)
-
 
 # ---- qwen2 5 vl ----------------------------------------------------------------------------------
 # Policy plugin: Qwen2.5-VL, whose last hidden states Qwen-Image-Edit reads.
