@@ -26,13 +26,7 @@ from rl.api.types import (
 from rl.model_files import Base
 from rl.policies import prompting, qwen_vl_prompts
 from rl.policies.packing import completion_spans
-from rl.policies.policy_base import (
-    TEXT_FILES,
-    TrainedPolicy,
-    link_files,
-    load_tokenizer,
-    local_folder,
-)
+from rl.policies.policy_base import TEXT_FILES, TrainedPolicy, link_files, local_folder
 from rl.policies.qwen_vl_prompts import (
     FILES,
     Config,
@@ -42,6 +36,7 @@ from rl.policies.qwen_vl_prompts import (
     Tower,
     load_image_processor,
     load_model,
+    load_prompts,
 )
 from rl.ranks.dist import is_sharded
 
@@ -85,13 +80,7 @@ class QwenVL(TrainedPolicy[Config]):
 
         super().__init__(config, setup)
         template = setup.template or prompting.chat_template(config.system_prompt)
-        self.prompts = QwenPrompts(
-            load_tokenizer(config),
-            load_image_processor(config),
-            template,
-            needs_picture=setup.template is not None and template.needs_picture,
-            max_prompt_tokens=config.max_prompt_tokens,
-        )
+        self.prompts = load_prompts(config, template)
         self.stop_token_ids = self.prompts.stop_ids
         self.thinking = Thinking(self.prompts, config.thought, setup.kind == "text")
         self.image_pixel_bounds = self.prompts.picture_bounds
@@ -311,10 +300,6 @@ class QwenVL(TrainedPolicy[Config]):
             states_of |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(states_of)
         return [states_of[key] for key in keys_B]
-
-    def _save_other_files(self, path: Path) -> None:
-        super()._save_other_files(path)
-        self.prompts.image_processor.save_pretrained(path)
 
 
 # ---- qwen2 5 vl ----------------------------------------------------------------------------------

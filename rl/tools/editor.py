@@ -481,7 +481,7 @@ def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, st
 
 
 def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
-    lines, requests, problems = Lines([path]), [], []
+    lines, requests, problems = Lines(path), [], []
     for index, number in enumerate(lines.numbers):
         try:
             values = lines[index]
