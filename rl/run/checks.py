@@ -20,7 +20,7 @@ from rl.printing import excerpt
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.alarms import Watch
-from rl.run.episode_metrics import rollout_metrics
+from rl.run.episode_metrics import add_ranges, rollout_metrics
 from rl.run.metric_table import PluginMetrics
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ class Checks:
         self._config = config
         self._dist = dist
         self._held_out = HeldOutContents(held_out) if held_out else None
-        self._watch = watch
+        self.watch = watch
+        weights = config.final_reward.weights or dict.fromkeys(config.rewards, 1.0)
+        self._counted = [name for name, weight in weights.items() if weight]
         self._rendered: deque[tuple[int, int]] = deque()
         """(number of pictures that the renderer failed to draw, of all) for the last iterations."""
         self._warned: set[str] = set()
@@ -180,7 +182,7 @@ class Checks:
         metrics = rollout_metrics(rollout, self._dist)
         metrics.add("pictures/not_drawn", 1.0, weight=len(rollout.render_failures))
         metrics.add("pictures/not_drawn", 0.0, weight=rollout.num_drawn)
-        metrics.update(self._watch.add_rewards(rollout, self._dist))
+        add_ranges(metrics, rollout, self._counted, self._dist)
         if self._held_out is not None:
             metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._held_out))
         metrics.update(self.plugin_metrics.take(rollout.renderer_metrics))
@@ -203,14 +205,9 @@ class Checks:
             self._warned.add(key)
             warn(text)
 
-    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """Read the lines of an earlier process, whose alarms for exploits are logged already."""
-        for line in lines:
-            self._watch.replay(line)
-
     def check_line(self, line: Mapping[str, float]) -> None:
-        """Warn of conditions that begin with this line of metrics (see `Watch`)."""
-        for sentence in self._watch.sentences(line):
+        """Warn of conditions that begin with this line of metrics."""
+        for sentence in self.watch.sentences(line):
             if self._dist.is_main:
                 warn(sentence)
 

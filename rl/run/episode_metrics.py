@@ -201,6 +201,18 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
     return metrics
 
 
+def add_ranges(metrics: Metrics, rollout: Rollout, names: Sequence[str], dist: Dist) -> None:
+    """Add `reward/range/<name>` of the rewards, or parts of one, in `names`. Collective."""
+    episodes = [episode for episodes_G in rollout.episodes for episode in episodes_G]
+    episodes += [bare for bare in rollout.bare_episodes if bare is not None]
+    by_rank = dist.gather([{name: e.parts.get(name) for name in names} for e in episodes])
+    for name in names:
+        reported = [parts[name] for parts_of_rank in by_rank for parts in parts_of_rank]
+        values = [value for value in reported if value is not None]
+        if values:
+            metrics.maximum(f"reward/range/{name}", max(values) - min(values))
+
+
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     rewards = [e.reward for e in episodes_G if e.reward is not None]
     zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE

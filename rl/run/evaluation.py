@@ -301,8 +301,6 @@ LEAST_OF_REFERENCES = 0.2
 """In a chain that works the reference descriptions earn more; the small configs: 0.89 to 1."""
 Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents_of`)."""
-_FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
-"""Arm -> how messages name its words, which training does not change."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
@@ -418,35 +416,21 @@ def add_falls(
     hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
-    """Add how far the rewards of fixed words have fallen since training began; warns of a fall
-    beyond noise. Collective."""
-    alarms, untrained_means = [], []
+    """Add how far the rewards of fixed words have fallen since training began. Collective."""
+    untrained_means = []
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
         fall = _compare(before_P, after_P, hashes_P, dist)
         untrained = _compare(before_P, [0.0] * len(before_P), hashes_P, dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
-        if fall is None or untrained is None:
-            continue
-        untrained_means.append(untrained.mean)
-        if fall.is_alarming:
-            alarms.append(
-                f"of {_FIXED[arm]} by {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
-                f"{fall.num_clusters} sources)"
-            )
-        metrics.maximum("drift/alarm", float(bool(alarms)))
+        if fall is not None and untrained is not None:
+            untrained_means.append(untrained.mean)
+            metrics.maximum("drift/alarm", float(fall.is_alarming))
     if untrained_means and max(untrained_means) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
             "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
             "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
-        )
-    if alarms and dist.is_main:
-        warn(
-            f"evaluation after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
-            "hidden states that the renderer reads have drifted. Start again with a lower "
-            "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
-            "(policy.adapter_path) with policy.conditioning 'base'"
         )
 
 
