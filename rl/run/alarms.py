@@ -156,11 +156,6 @@ SEVERAL = 3
 RECENT = FIRST
 """The last `RECENT` iterations are compared with the first ones: few, because small runs have
 learnt an exploit after 7. No alarm for growth is logged before iteration 10."""
-HALF = 0.5
-"""Average share of distinct completions in a group; below it most completions are copies."""
-FULL_MARKS = 0.99
-LEAST_KL = 1e-9
-"""nats a token; sound runs are at 2e-5 after their first step."""
 MISMATCH_LIMITS = {
     "float32": (1e-6, 1e-5, 0.999), "float16": (1e-5, 2e-3, 0.99), "bfloat16": (1e-4, 8e-3, 0.95)
 }  # fmt: skip
@@ -176,16 +171,8 @@ sampled before the first update, within the range above."""
 MISMATCHED = 2
 """Iterations beyond the limit that are no transient: a fault that begins with the first update is
 named in the third."""
-PAY_ITERATIONS = TREND
-"""Iterations over which a correlation with the reward is averaged."""
 PAY_ERRORS = 2.0
 """The reward pays for a signal if their average is above 0 by this many standard errors."""
-FOLLOWS = 0.5
-FOLLOWED = ("similarity", "sharpness", "saturation")
-"""An average above `FOLLOWS` by as many is an alarm of its own for these signals (in sound small
-runs it was at most 0.41). Length is not among them: a sound reward may demand a long form."""
-KIND_EXCESS = 0.2
-"""Unreadable replies cluster in a kind of instruction whose share is above that of all by this."""
 
 
 def _least(p: Past) -> float:
@@ -260,24 +247,26 @@ EXPLOITS = (
     Alarm(
         "status/unreadable/*",
         RECENT,
-        lambda p: fmean(line["status/unreadable"] for line in p.lines) + KIND_EXCESS,
+        lambda p: fmean(line["status/unreadable"] for line in p.lines) + 0.2,
         "{value:.0%} of the judge's replies about {p.name!r} are unreadable, more than {limit:.0%} "
         "({p.metric}; 20 points above all): read them on the page, and audit the judge on such "
         "instructions",
         lambda p: fmean(line[p.metric] for line in p.lines),
         once=True,
     ),
+    # In sound small runs these correlations were at most 0.41. Length is not among them: a sound
+    # reward may demand a long form.
     *(
         Alarm(
             f"reward/correlation/{signal}",
-            PAY_ITERATIONS,
-            lambda p: FOLLOWS + PAY_ERRORS * _correlation(p, p.metric.rpartition("/")[2])[1],
+            TREND,
+            lambda p: 0.5 + PAY_ERRORS * _correlation(p, p.metric.rpartition("/")[2])[1],
             f"within groups the reward follows the pictures' {signal} ({{p.metric}} {{value:.2f}} "
             "on average of {p.window} iterations): the judge pays for it, whatever the instruction "
             "says",
             once=True,
         )
-        for signal in FOLLOWED
+        for signal in ("similarity", "sharpness", "saturation")
     ),
     _growth(
         "status/unreadable",
@@ -329,11 +318,11 @@ _NO_SPREAD = Alarm(
             "no picture was graded; the causes are in episodes/",
         ),
         (
-            lambda line: line.get("groups/distinct_completions", 1) < HALF,
+            lambda line: line.get("groups/distinct_completions", 1) < 0.5,
             "most completions are copies; raise sampling.temperature, or go back to a checkpoint",
         ),
         (
-            lambda line: line.get("reward/mean", 0) >= FULL_MARKS,
+            lambda line: line.get("reward/mean", 0) >= 0.99,
             "all have the full reward; take harder data, or stop here",
         ),
         (
@@ -394,7 +383,8 @@ LEARNING = (
             ),
         ),
     ),
-    Alarm(  # In the first iteration the KL is 0 in any run.
+    # In the first iteration the KL is 0 in any run; sound ones are at 2e-5 nats a token after it.
+    Alarm(
         "kl/reference_k3",
         SEVERAL,
         0,
@@ -402,7 +392,7 @@ LEARNING = (
         "weights move: the reference is the policy that is trained (Policy.reference must give the "
         "weights before training), or the steps are too small to change a log-prob "
         "({p.metric}, optimizer/learning_rate)",
-        lambda p: max(p.values) <= LEAST_KL and all(map(_moved, p.recent)),
+        lambda p: max(p.values) <= 1e-9 and all(map(_moved, p.recent)),
     ),
     Alarm(
         "policy/rise",
@@ -535,9 +525,8 @@ def add_gaps(
     metrics: Metrics, names: Iterable[str], folder: Path, records_S: Sequence[Mapping[str, Any]]
 ) -> None:
     """Add `eval/gap/<name>` and its companions for each reward in `names`; warn of
-    pictures that the reward did not grade. `records_S`: the records of the
-    evaluation in `folder` (`<run>/evaluation/it_000010`); the first ones are read from beside it.
-    """
+    pictures that the reward did not grade. `records_S`: the records of the evaluation in `folder`
+    (`<run>/evaluation/it_000010`); the first ones are read from beside it."""
     for name in names:
         drawn = [record for record in records_S if record["status"] == Status.SCORED.value]
         now = _pairs(drawn, name)

@@ -8,7 +8,7 @@ import re
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import Distribution, version
@@ -20,7 +20,9 @@ from pydantic import BaseModel, Field, model_validator
 
 from rl import build
 from rl.api.data import RowRules
+from rl.api.engine import Engine
 from rl.api.plugin import PluginConfig, Resources
+from rl.api.policy import Policy
 from rl.api.types import Episode, Prompt, Sample, Status
 from rl.config.loading import not_a_file, printable, validate
 from rl.config.schema import RunConfig
@@ -137,19 +139,6 @@ def sample_of(
     return sample, tuple(size_px for _, size_px in pictures)
 
 
-class Writer:
-    """A policy and the engine that samples from it."""
-
-    def __init__(self, config: RunConfig, dist: Dist) -> None:
-        resolved = build.resolve(config)
-        self.policy = build.build_policy(resolved, dist)
-        self.engine = build.build_engine(resolved, self.policy, dist)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.policy.close()
-
-
 class Editor:
     """A loaded run. Close it, or use it as a context manager.
 
@@ -188,13 +177,13 @@ class Editor:
         self._base_policy = base_policy
         self._size_px = size_px
         self._dist = Dist(device=self.device)
-        self._writer = Writer(config, self._dist)
-        self.policy = self._writer.policy
+        self._closing = ExitStack()
+        self.policy, self._engine = self._load(config)
         if only_words and "source_codes" in self.policy.needs:
             raise ValueError("this run's policy writes the picture itself, not words: use rl edit")
         resolved = build.resolve(config)
         self._rules = build.row_rules(resolved)
-        self._loop = BackgroundLoop("edit")
+        loop = BackgroundLoop("edit")
         self.needs_picture: bool = resolved.renderer.cls.needs_source
         self.draws: bool = resolved.renderer.cls.makes_images and not only_words
         renderer = (
@@ -202,7 +191,18 @@ class Editor:
             if only_words
             else build.build_renderer(resolved, self._dist)
         )
-        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, self._loop)
+        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, loop)
+        self._closing.callback(renderer.close)
+        self._closing.callback(loop.close)
+
+    def _load(self, config: RunConfig) -> tuple[Policy[Any], Engine[Any]]:
+        """A policy and the engine that samples from it."""
+        resolved = build.resolve(config)
+        policy = build.build_policy(resolved, self._dist)
+        self._closing.callback(policy.close)
+        engine = build.build_engine(resolved, policy, self._dist)
+        self._closing.callback(engine.close)
+        return policy, engine
 
     @classmethod
     def from_run(
@@ -231,11 +231,7 @@ class Editor:
 
     def close(self) -> None:
         """Free the models."""
-        self._loop.close()
-        self._context.renderer.close()
-        self._writer.close()
-        if "_untrained" in vars(self) and self._untrained[0] is not self._writer:
-            self._untrained[0].close()
+        self._closing.close()
 
     def edit(
         self,
@@ -331,28 +327,28 @@ class Editor:
     ) -> dict[str, dict[int, Episode]]:
         """For each request the episodes, not graded, of `POLICY`, the edit, and of the others."""
         context = replace(self._context, config=self.config.model_copy(update={"seed": seed}))
-        variants = {POLICY: write(context, self._writer.engine, prompts)}
+        variants = {POLICY: write(context, self._engine, prompts)}
         if not arms:
             return score(context, variants, self._dist)
         variants[OWN_WORDS] = own_words(context, prompts)
         drawn = score(context, variants, self._dist)
-        untrained, weights = self._untrained
-        context = replace(context, policy=untrained.policy)
+        policy, engine, weights = self._untrained
+        context = replace(context, policy=policy)
         with weights():
-            beside = {UNTRAINED: write(context, untrained.engine, prompts)}
-        if untrained.policy.reads_states:  # else it would be the picture of the user's own words
-            stock = {b: untrained.policy.stock_arms(prompt) for b, prompt in prompts.items()}
+            beside = {UNTRAINED: write(context, engine, prompts)}
+        if policy.reads_states:  # else it would be the picture of the user's own words
+            stock = {b: policy.stock_arms(prompt) for b, prompt in prompts.items()}
             beside[STOCK] = {b: rows[STOCK] for b, rows in stock.items() if STOCK in rows}
         return drawn | score(context, beside, self._dist, weights)
 
     @cached_property
-    def _untrained(self) -> tuple[Writer, SetWeights]:
-        """The untrained policy and a context that sets its weights: the same policy without its
-        adapter or, after full fine-tuning, a second policy."""
+    def _untrained(self) -> tuple[Policy[Any], Engine[Any], SetWeights]:
+        """The untrained policy, its engine and a context that sets its weights: the same policy
+        without its adapter or, after full fine-tuning, a second policy."""
         if self.policy.config.lora is not None or self._base_policy is None:
-            return self._writer, self.policy.reference
+            return self.policy, self._engine, self.policy.reference
         base = self.config.model_copy(update={"policy": dict(self._base_policy)})
-        return Writer(base, self._dist), nullcontext
+        return *self._load(base), nullcontext
 
     def _arm(self, episode: Episode) -> Arm:
         words = episode.action.words.strip()
