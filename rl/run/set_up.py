@@ -43,7 +43,7 @@ from rl.record.checkpoint import Checkpoints, read_state, sound
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
-from rl.run.alarms import Watch
+from rl.run.alarms import Watch, alarms_of
 from rl.run.checks import Checks
 from rl.run.follower import WANDB_KEY, Follower
 from rl.run.metric_table import Made, PluginMetrics
@@ -226,7 +226,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, dist)
-        checks.replay(record.lines())
+        for line in record.lines():
+            checks.watch.sentences(line)  # logged by the process that wrote the line
         yield Run(
             config=config,
             dist=dist,
@@ -431,8 +432,8 @@ def _make_checks(
     plugin_metrics = PluginMetrics(renderer, made, dist)
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
-    watch = Watch(context.config, engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, held_out, plugin_metrics, watch)
+    alarms = alarms_of(context.config, engine_dtype(resolved), dropout)
+    return Checks(context.config, dist, held_out, plugin_metrics, Watch(alarms))
 
 
 def _open_judges(

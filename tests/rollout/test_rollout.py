@@ -39,7 +39,7 @@ from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of
 from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
-from rl.run.alarms import Watch
+from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.episode_metrics import rollout_metrics, size_text
 from rl.run.run import PendingStep, Run
@@ -339,7 +339,7 @@ def run_of(context: RolloutContext) -> Run:
     """A run with only the attributes that a rollout uses."""
     run = Run.__new__(Run)
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
-    watch = Watch(run.config, "float32", 0.0)
+    watch = Watch(LEARNING)
     run.checks = Checks(run.config, run.dist, [], Mock(), watch)
     return run
 
