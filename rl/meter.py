@@ -195,11 +195,6 @@ def time_mark(device: str) -> float | torch.cuda.Event:
     return event
 
 
-def has_passed(mark: float | torch.cuda.Event) -> bool:
-    """Whether the device has reached the mark."""
-    return isinstance(mark, float) or mark.query()
-
-
 def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     """Seconds from one mark to a later one of the same device; waits until `end` has passed."""
     if isinstance(start, float) or isinstance(end, float):

@@ -62,6 +62,8 @@ CHECK_MARKS = {
 }
 SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 """Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""
+LOADING_LINE_S = 4.0
+"""Time to the first line while a run loads; each further one comes at twice the time."""
 SAME_SIZE_RATIOS = (0.97, 1.1)
 """(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
 
@@ -293,8 +295,6 @@ def launch(
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
-    if args.script == "rl.train":
-        heartbeat.start_loading()
     _set_environment(num_ranks, config)
     for retries_left in reversed(range(args.retries + 1)):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
@@ -362,7 +362,12 @@ def _run_ranks(
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
         ranks, ending = supervision.Ranks(processes, watch, _say), None
+        began_s, line_s = time.monotonic(), LOADING_LINE_S
         while ending is None:
+            spent_s = time.monotonic() - began_s
+            if spent_s >= line_s:
+                line_s = 2 * spent_s
+                _print_loading(spent_s, heartbeat.read(beats[min(beats)]))
             if stop_signals:
                 ending = ranks.leave_as_asked(stop_signals)
             elif failures := ranks.failures():
@@ -381,12 +386,17 @@ def _run_ranks(
         return replace(ending, stop_requested=bool(stop_signals))
 
 
+def _print_loading(spent_s: float, beat: heartbeat.Beat | None) -> None:
+    if beat is not None and beat.loading is not None:
+        status = ": ".join(filter(None, (beat.where, beat.loading)))
+        _say(f"[{spent_s:3.0f} s] loading: {status}")
+
+
 def _start_ranks(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, rdzv_env: dict[str, str]
 ) -> dict[int, subprocess.Popen[bytes]]:
     config_args = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    heartbeat.stop_loading()  # rank 0 prints its own progress from here on
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank

@@ -37,13 +37,12 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {signals.sentence(error) or error}")
     printing.guard()
-    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
+    loads = target == "rl.train"
+    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks, loads)
     signals.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
     _write_note(note)
     sys.argv = [target, *args]
-    if rank == 0 and target == "rl.train":
-        heartbeat.start_loading(first_s=1.0)  # starting up has already taken seconds
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)

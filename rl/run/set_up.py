@@ -26,7 +26,7 @@ from rl.check import check_report, memory_plan
 from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
-from rl.console import Console, GroupPanel, warn
+from rl.console import Console, warn
 from rl.files import append_line, json_line, read_rows, write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
@@ -266,7 +266,7 @@ def _open_recording(
         dist=dist,
         console=console,
         timer=timer,
-        group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
+        show_group_every=config.tracking.show_group_every_n_iterations,
         record=record,
         follower=follower,
         writer=stack.enter_context(BackgroundWriter(config.run_dir)),
