@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 import time
 from collections import defaultdict
@@ -55,9 +54,9 @@ class Dist:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
         the group they describe.
 
-        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'cuda' (the local rank's) or
-        'cuda:<index>'.
-        Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
+        `device`: 'auto' (the local rank's CUDA device if there is any, else the CPU), 'cpu' or
+        'cuda:<index>'. Raises ValueError when a variable is missing, or CUDA is asked for and
+        absent.
         """
         rank, world_size, local_rank = _read_env(os.environ)
         device = _resolve_device(device, local_rank)
@@ -208,14 +207,11 @@ def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
             f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start several "
             "ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
         )
-    rank = int(environ["RANK"])
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank}, but WORLD_SIZE={world_size}: ranks count from 0")
-    return rank, world_size, int(environ["LOCAL_RANK"])
+    return int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"])
 
 
 def _resolve_device(device: str, local_rank: int) -> str:
-    """'auto' | 'cpu' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
+    """'auto' | 'cpu' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
     if device == "cpu":
         return device
     import torch
@@ -223,7 +219,7 @@ def _resolve_device(device: str, local_rank: int) -> str:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto" and num_devices == 0:
         return "cpu"
-    index = int(device.partition(":")[2]) if ":" in device else local_rank
+    index = local_rank if device == "auto" else int(device[5:])
     if index >= num_devices:
         raise ValueError(
             f"rank with LOCAL_RANK={local_rank} needs cuda:{index}, but this machine has "
@@ -235,9 +231,6 @@ def _resolve_device(device: str, local_rank: int) -> str:
 # ---- placement -----------------------------------------------------------------------------------
 # Checks and enforces each model's device and memory limit (GB: 1e9 bytes).
 
-DEVICES = "'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
-_FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -245,7 +238,7 @@ class Claim:
 
     key: str
     device: str
-    """As configured; one of `DEVICES`."""
+    """As configured: 'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (its number plus 1)."""
     max_memory_gb: float | None = None
 
 
@@ -272,7 +265,8 @@ def resolve_device(device: str, default: str) -> str:
         return device
     if not default.startswith("cuda:"):
         raise ValueError(
-            f"device {device!r} is relative to the rank's CUDA device, but it runs on {default}"
+            f"{device!r} is relative to the rank's own CUDA device, but the rank runs on "
+            f"{default}; give 'auto', or the device itself"
         )
     return f"cuda:{int(default[5:]) + int(device[6:])}"
 
@@ -282,65 +276,53 @@ def problems(
 ) -> list[str]:
     """All problems of the models' placement, each with its key and remedy. `defaults`: the ranks'
     devices on one machine; `machine`: None if its GPUs are unknown."""
-    if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
-        return [f"{c.key}.device: {c.device!r} is not a device; give {DEVICES}" for c in unknown]
-    cpu = [default for default in defaults if not default.startswith("cuda:")]
-    if cpu and (relative := [claim for claim in claims if "+" in claim.device]):
-        return [
-            f"{claim.key}.device: {claim.device!r} is relative to the rank's own CUDA device, "
-            f"but the rank runs on {cpu[0]}; give 'auto', or the device itself"
-            for claim in relative
-        ]
-    if machine is not None and (missing := [*_missing(claims, defaults, machine)]):
-        return missing
-    return [*_shared(claims, defaults), *_unlimited(claims, defaults[0], machine)]
-
-
-def _missing(claims: Sequence[Claim], defaults: Sequence[str], machine: Machine) -> Iterator[str]:
-    count = len(machine.cuda_gb)
-    devices = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
+    found = []
     for claim in claims:
-        for device in dict.fromkeys(resolve_device(claim.device, each) for each in defaults):
-            if device.startswith("cuda:") and int(device[5:]) >= count:
-                stated = f"{claim.key}.device: {claim.device!r} given"
-                if claim.device not in (device, "auto"):
-                    stated += f", which is {device} for one of the ranks"
-                yield f"{stated}; this machine has {count} CUDA devices: give 'auto' or {devices}"
+        try:
+            devices = [resolve_device(claim.device, default) for default in defaults]
+            for device in sorted({*devices} - {"cpu"}):
+                ranks = [str(r) for r, own in enumerate(defaults) if device in (devices[r], own)]
+                _check_device(claim.device, device, ranks, len(defaults), machine)
+        except ValueError as error:
+            found.append(f"{claim.key}.device: {error}")
+    return found or [*_wrong_limits(claims, defaults[0], machine)]
 
 
-def _shared(claims: Sequence[Claim], defaults: Sequence[str]) -> Iterator[str]:
-    """Problems: two ranks would load models onto one CUDA device, unaware of each other."""
-    for claim in claims:
-        devices = [resolve_device(claim.device, default) for default in defaults]
-        for device in dict.fromkeys(devices):
-            ranks = [str(r) for r, each in enumerate(defaults) if device in (devices[r], each)]
-            if device.startswith("cuda:") and len(ranks) > 1:
-                yield (
-                    f"{claim.key}.device: {claim.device!r} puts models of ranks "
-                    f"{', '.join(ranks)} on {device}; give 'auto' (each rank's own device), or "
-                    f"'cuda:+{len(defaults)}' (its number plus {len(defaults)}: the devices after "
-                    "the ranks' own)"
-                )
-                break
+def _check_device(
+    stated: str, device: str, ranks: Sequence[str], num_ranks: int, machine: Machine | None
+) -> None:
+    """Raise ValueError if the machine lacks the device, or if several ranks would load models onto
+    it, unaware of each other."""
+    if machine is not None and int(device[5:]) >= (count := len(machine.cuda_gb)):
+        given = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
+        raise ValueError(
+            f"{stated!r} is {device} for one of the ranks; this machine has {count} CUDA devices: "
+            f"give 'auto' or {given}"
+        )
+    if len(ranks) > 1:
+        raise ValueError(
+            f"{stated!r} puts models of ranks {', '.join(ranks)} on {device}; give 'auto' (each "
+            f"rank's own device), or 'cuda:+{num_ranks}' (its number plus {num_ranks}: the devices "
+            "after the ranks' own)"
+        )
 
 
-def _unlimited(claims: Sequence[Claim], default: str, machine: Machine | None) -> Iterator[str]:
+def _wrong_limits(claims: Sequence[Claim], default: str, machine: Machine | None) -> Iterator[str]:
     """Limits that cannot be enforced: the allocator limits devices, not models."""
     for device, sharing in _by_device(claims, default).items():
-        limited = [claim for claim in sharing if claim.max_memory_gb is not None]
         unlimited = [claim.key for claim in sharing if claim.max_memory_gb is None]
-        if device == "cpu" or not limited:
+        limits_gb = {c.key: c.max_memory_gb for c in sharing if c.max_memory_gb is not None}
+        if device == "cpu" or not limits_gb:
             continue
-        key = f"{limited[0].key}.max_memory_gb"
-        total = sum(claim.max_memory_gb or 0 for claim in sharing)
-        size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
+        key, total_gb = f"{next(iter(limits_gb))}.max_memory_gb", sum(limits_gb.values())
+        size_gb = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
         if unlimited:
             yield (
                 f"{key}: {device} also holds {', '.join(unlimited)}, without a limit, so no limit "
                 "can be enforced there; give all models there a limit, move one, or drop this key"
             )
-        elif total > size:
-            yield f"{key}: all limits on {device} add up to {total:g} GB; it has {size:g} GB"
+        elif total_gb > size_gb:
+            yield f"{key}: all limits on {device} add up to {total_gb:g} GB; it has {size_gb:g} GB"
 
 
 def _by_device(claims: Sequence[Claim], default: str) -> dict[str, list[Claim]]:
