@@ -95,9 +95,11 @@ def main() -> NoReturn:
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
         usage = "usage: rl <command> ...        (rl help <command>: its options, with examples)\n"
-        _show("\n".join([usage, *lines, EXAMPLES]))
+        print("\n".join([usage, *lines, EXAMPLES]))
+        sys.exit(0)
     if name == "--version":
-        _show(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+        sys.exit(0)
     if name not in COMMANDS:
         matches = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" (did you mean {matches[0]!r}?)" if matches else ""
@@ -116,15 +118,6 @@ def main() -> NoReturn:
     if command.module.startswith("rl.tools.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
         python_arguments.insert(0, "-P")  # they do not import from the working folder
     os.execv(sys.executable, [sys.executable, *python_arguments])
-
-
-def _show(text: str) -> NoReturn:
-    try:
-        print(text, flush=True)
-    except OSError as error:  # a full disk, a closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(1, f"rl: standard output cannot be written: {error.strerror}")
-    sys.exit(0)
 
 
 def _fail(code: int, message: str) -> NoReturn:

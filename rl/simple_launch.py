@@ -249,22 +249,30 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
-    if args.nproc is not None and args.nproc < 1:
-        parser.error(f"--nproc {args.nproc}: at least one rank is needed")
-    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
-        parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
-    if args.nnodes > 1 and not args.rdzv_endpoint:
-        parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
-    if args.retries < 0:
-        parser.error(f"--retries {args.retries}: a number of restarts, 0 for none")
-    if args.retries and args.nnodes > 1:
-        parser.error("--retries starts one node's ranks again; on several, start the same command")
-    if args.online and not args.check:
-        parser.error("--online needs --check; a start asks the judge anyway")
-    if args.conformance and not args.check:
-        parser.error("--conformance needs --check")
-    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
-        parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
+    few_ranks = args.nproc is not None and args.nproc < 1
+    no_size = args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf
+    several = args.nnodes > 1
+    for is_wrong, problem in (
+        (few_ranks, f"--nproc {args.nproc}: at least one rank is needed"),
+        (
+            not 0 <= args.node_rank < args.nnodes,
+            f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}",
+        ),
+        (
+            several and not args.rdzv_endpoint,
+            "--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node",
+        ),
+        (args.retries < 0, f"--retries {args.retries}: a number of restarts, 0 for none"),
+        (
+            several and args.retries,
+            "--retries starts one node's ranks again; on several, start the same command",
+        ),
+        (args.online and not args.check, "--online needs --check; a start asks the judge anyway"),
+        (args.conformance and not args.check, "--conformance needs --check"),
+        (no_size, f"--gpu-gb {args.gpu_gb} is not a size in GB"),
+    ):
+        if is_wrong:
+            parser.error(problem)
     arguments = [_local_path(argument) for argument in args.arguments]
     has_script = arguments[:1] == ["rl.train"] or "".join(arguments[:1]).endswith(".py")
     args.script = arguments.pop(0) if has_script else "rl.train"
@@ -370,9 +378,9 @@ def _run_ranks(
                 _print_loading(spent_s, heartbeat.read(beats[min(beats)]))
             if stop_signals:
                 ending = ranks.leave_as_asked(stop_signals)
-            elif failures := ranks.failures():
+            elif first := ranks.failures():
                 ranks.leave([signal.SIGTERM], supervision.PEERS_TERM_S)
-                ending = supervision.of_failure(ranks.failures() | failures, notes, log_dir)
+                ending = supervision.of_failure(first, ranks.failures(), notes, log_dir)
             elif ranks.all_done():
                 ending = supervision.Ending(0, "", by_machine=False)
             elif watch.look():

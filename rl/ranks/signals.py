@@ -225,22 +225,13 @@ def raise_on_exit() -> None:
 def remedy(error: OSError) -> str:
     """The path, the reason and, where one is known, what to do about it."""
     path = error.filename2 or error.filename  # after a failed rename: its target
-    if not path:  # the system does not say what failed
-        if error.errno == errno.ENOENT and not _has_working_folder():
-            return "the folder in which this command was started is gone; change into another"
-        if error.errno in (errno.EROFS, errno.EACCES) and not os.access(SHARED, os.W_OK):
-            return f"{SHARED} cannot be written; mount it so that it can (docker run --shm-size 8g)"
+    # Without a path, the system does not say what failed.
+    is_no_write = not path and error.errno in (errno.EROFS, errno.EACCES)
+    if is_no_write and not os.access(SHARED, os.W_OK):
+        return f"{SHARED} cannot be written; mount it so that it can (docker run --shm-size 8g)"
     message = f"{path}: {error.strerror}" if path and error.strerror else str(error)
     fix = REMEDIES.get(error.errno or 0)
     return escaped(message, MAX_SHOWN) + (f"; {fix}" if fix else "")
-
-
-def _has_working_folder() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def is_machine_error(error: BaseException) -> bool:

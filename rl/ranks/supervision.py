@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -438,28 +438,22 @@ class Ending:
     """The launcher was asked to stop: no restart."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    exit_code: int
-    """Negative: the signal that killed it."""
-    at_s: float
-    """When the launcher saw that it had ended, `time.monotonic`."""
-
-
-def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
-    """Names the rank that failed first, and the cause. `failures`: by rank."""
-    first_s = min(failure.at_s for failure in failures.values())
+def of_failure(
+    first: Container[int], codes: Mapping[int, int], notes: Path, log_dir: Path
+) -> Ending:
+    """Names the rank that failed first, and the cause. `codes`: exit codes of the failed ranks, by
+    rank; negative: the signal that killed it. `first`: those that ended before the launcher asked
+    the others to end."""
 
     def order(rank: int) -> tuple[bool, bool, int]:
         # Ranks without a note of their end sort first. Ranks ended by SIGTERM were asked to end;
         # so were ranks that ignored it and were then killed.
-        note, code = _note(notes, rank), failures[rank].exit_code
-        late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
-        asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
+        note, code = _note(notes, rank), codes[rank]
+        asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and rank not in first)
         return asked, note.get("only_heard", False), note.get("ended_ns", 0)
 
-    rank = min(failures, key=order)
-    code, note = failures[rank].exit_code, _note(notes, rank)
+    rank = min(codes, key=order)
+    code, note = codes[rank], _note(notes, rank)
     name = name_of(-code) if code < 0 else ""
     cause = f"killed by {name}" if name else f"exit code {code}"
     if code == 0:
@@ -491,12 +485,10 @@ class Ranks:
     def all_done(self) -> bool:
         return all(process.poll() == FINISHED_CODE for process in self._processes.values())
 
-    def failures(self) -> dict[int, Failure]:
-        """The ranks that have ended before their script so far, as seen now."""
-        now_s = time.monotonic()
+    def failures(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended before their script so far."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        finished = (None, FINISHED_CODE)
-        return {rank: Failure(code, now_s) for rank, code in codes.items() if code not in finished}
+        return {r: code for r, code in codes.items() if code not in (None, FINISHED_CODE)}
 
     def end_hung(self) -> Ending:
         """Make all ranks write their stacks and save; kill those that do not exit."""
@@ -563,7 +555,7 @@ def end_leftovers(notes: Path) -> None:
     """Kill processes that a dead rank left in its process group (e.g. an engine's workers)."""
     for file in notes.glob("rank_*.json"):
         group = _row(file).get("process_group")
-        if isinstance(group, int):
+        if group is not None:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 

@@ -60,7 +60,7 @@ def main() -> None:
         exit_codes.append(code)
         raise
     except BaseException as error:  # a plugin may raise KeyboardInterrupt or GeneratorExit, too
-        trace = _own_traceback(error)
+        trace = traceback.format_exc().rstrip()
         text = signals.sentence(error)
         _write_note(
             note,
@@ -94,15 +94,6 @@ def _write_note(note: Path, **row: Any) -> None:
     with suppress(OSError):
         temporary.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
         temporary.replace(note)
-
-
-def _own_traceback(error: BaseException) -> str:
-    frame = error.__traceback__
-    while frame and (
-        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
-    ):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 def _send_output_to(path: Path, on_console: bool) -> None:

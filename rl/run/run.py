@@ -352,16 +352,20 @@ def is_of_one(scores: Sequence[float]) -> bool:
 
 
 def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:
-    metrics.total("judge/requests", stats.requests)
-    metrics.total("judge/reused_replies", stats.reused)
-    metrics.total("judge/retries", sum(stats.retries.values()))
-    metrics.total("judge/breaker_openings", stats.breaker_openings)
-    metrics.total("judge/throttled_requests", stats.throttled)
-    metrics.total("judge/failed_transport", stats.failed["transport"])
-    metrics.total("judge/failed_unreadable", stats.failed["unreadable"])
-    metrics.total("judge/other_model_replies", stats.other_model)
-    metrics.total("judge/prompt_tokens", stats.prompt_tokens)
-    metrics.total("judge/completion_tokens", stats.completion_tokens)
+    counts = {
+        "requests": stats.requests,
+        "reused_replies": stats.reused,
+        "retries": sum(stats.retries.values()),
+        "breaker_openings": stats.breaker_openings,
+        "throttled_requests": stats.throttled,
+        "failed_transport": stats.failed["transport"],
+        "failed_unreadable": stats.failed["unreadable"],
+        "other_model_replies": stats.other_model,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+    }
+    for name, count in counts.items():
+        metrics.total(f"judge/{name}", count)
     if stats.latencies_s:
         ordered = sorted(stats.latencies_s)
         metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])
