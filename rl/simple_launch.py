@@ -87,10 +87,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # An override also reaches the ranks, and the keys that the file derives from gpu_gb.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
     try:
-        config = load_config(args.config, args.overrides)
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
-            config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides)
         if args.smoke:
             args.overrides += _smoke_overrides(config, args.nnodes)
             config = load_config(args.config, args.overrides)
@@ -106,18 +105,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             printing.show(text, marks=CHECK_MARKS)
             sys.exit(code)
-        problems += check_report.problems(config, with_data=False)
-        problems = problems or _memory_problems(args, config)
-        problems = problems or check_report.create_and_check(config.run_dir)
-        if problems:
-            raise ConfigError(problems)
+        _refuse([*problems, *check_report.problems(config, with_data=False)])
+        _refuse(_memory_problems(args, config))
+        _refuse(check_report.create_and_check(config.run_dir))
         resolved = build.resolve(config)
         problems = fetch_small_files(resolved)  # with a tokenizer, which counts a row's tokens
         data = check_data(resolved, is_start=True)
-        problems += data.problems
-        problems = problems or check_report.judge_problems(resolved, data.most_pictures)
-        if problems := problems or fetch_weights(resolved):
-            raise ConfigError(problems)
+        _refuse([*problems, *data.problems])
+        _refuse(check_report.judge_problems(resolved, data.most_pictures))
+        _refuse(fetch_weights(resolved))
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
         if any(": missing" in problem for problem in problems):
@@ -137,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     write_atomically(checked_rows, json.dumps(data.checked))
     os.environ[build.CHECKED_ROWS] = str(checked_rows.resolve())  # for the ranks
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
@@ -178,30 +179,24 @@ def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """Memory problems of a start on this machine's GPUs, or on GPUs of --gpu-gb; [] without GPUs.
-    If the config is written for another size, prints which gpu_gb fits."""
+    If the config is written for another size, says so."""
     machine = dist.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
         machine = dist.Machine((args.gpu_gb,) * len(machine.cuda_gb))
 
-    def problems_of(config: RunConfig) -> list[str]:
-        return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
-
-    problems = problems_of(config)
+    host_gb = this_machine.host_memory_gb()
+    problems = check_report.problems_here(config, machine, num_ranks, host_gb)
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
     if own_gb is None or SAME_SIZE_RATIOS[0] <= own_gb / config.gpu_gb <= SAME_SIZE_RATIOS[1]:
         return problems
-    size = math.floor(own_gb)
-    mismatch = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
-    try:
-        is_better = not problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"]))
-    except ConfigError:  # a file may refuse a size
-        is_better = False
-    if not is_better:
-        return problems
+    mismatch = (
+        f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
+        f"gpu_gb={math.floor(own_gb)} the file derives other values from it, if it derives any"
+    )
     if problems:
-        return [f"{mismatch}; with gpu_gb={size} the values derived from it fit them", *problems]
-    _say(f"{mismatch}; with gpu_gb={size} the file would derive other values from it")
+        return [mismatch, *problems]
+    _say(mismatch)
     return []
 
 

@@ -183,17 +183,18 @@ def sentence(error: BaseException) -> str | None:
     statement of this package have a message, and so have failures of a disk, folder, port or
     memory; asserts and errors of a library or a plugin have none."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        return f"this run cannot go on:\n  {remedy(error)}"
-    if isinstance(error, MemoryError):
-        return f"this run cannot go on:\n  {HOST_MEMORY}"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
-        message = escaped(str(error), MAX_SHOWN)
-        return f"this run cannot go on:\n  {message}; {GPU_MEMORY}"
-    if not is_raised_here(error) or not str(error):
+        reason = remedy(error)
+    elif isinstance(error, MemoryError):
+        reason = HOST_MEMORY
+    elif type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
+        reason = f"{escaped(str(error), MAX_SHOWN)}; {GPU_MEMORY}"
+    elif not is_raised_here(error) or not str(error):
         return None
-    if isinstance(error, ConfigError):
+    elif isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
-    return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
+    else:
+        reason = str(error).replace("\n", "\n  ")
+    return f"this run cannot go on:\n  {reason}"
 
 
 def is_raised_here(error: BaseException) -> bool:

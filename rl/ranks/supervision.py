@@ -445,22 +445,24 @@ def of_failure(
     rank; negative: the signal that killed it. `first`: those that ended before the launcher asked
     the others to end."""
 
+    by_rank = {rank: _note(notes / f"rank_{rank}.json") for rank in {*codes, 0}}
+
     def order(rank: int) -> tuple[bool, bool, int]:
         # Ranks without a note of their end sort first. Ranks ended by SIGTERM were asked to end;
         # so were ranks that ignored it and were then killed.
-        note, code = _note(notes, rank), codes[rank]
+        note, code = by_rank[rank], codes[rank]
         asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and rank not in first)
         return asked, note.get("only_heard", False), note.get("ended_ns", 0)
 
     rank = min(codes, key=order)
-    code, note = codes[rank], _note(notes, rank)
+    code, note = codes[rank], by_rank[rank]
     name = name_of(-code) if code < 0 else ""
     cause = f"killed by {name}" if name else f"exit code {code}"
     if code == 0:
         cause = "a library or a plugin ended the process (os._exit) before the run had finished"
     lines = [f"rank {rank} failed: {cause}; logs: {log_dir}"]
     reason = note.get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its reason
+    if rank != 0 and reason != by_rank[0].get("reason"):  # rank 0 has printed its reason
         lines.append(reason)
     return Ending(
         (code or 1) if code >= 0 else 128 - code,
@@ -554,17 +556,13 @@ def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
 def end_leftovers(notes: Path) -> None:
     """Kill processes that a dead rank left in its process group (e.g. an engine's workers)."""
     for file in notes.glob("rank_*.json"):
-        group = _row(file).get("process_group")
+        group = _note(file).get("process_group")
         if group is not None:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
 
 
-def _note(notes: Path, rank: int) -> dict[str, Any]:
-    return _row(notes / f"rank_{rank}.json")
-
-
-def _row(file: Path) -> dict[str, Any]:
+def _note(file: Path) -> dict[str, Any]:
     """The note that `worker.py` wrote about a rank; {} if it wrote none."""
     with suppress(OSError, ValueError):
         return dict(json.loads(file.read_bytes()))

@@ -221,12 +221,10 @@ class Run:
         pending = None
         with suppress(Interrupted):
             pending = begin(self.context, sampled, train_step, self.timer, signals.stop_received)
-        try:
-            raise_if_interrupted(self.dist)
-        except Interrupted:
+        if signals.stop_requested(self.dist):
             if pending is not None:
                 pending.cancel()
-            raise
+            raise Interrupted
         assert pending is not None, "interrupted without a signal"
         if self.config.max_staleness:
             with self.timer.phase("condition"):
