@@ -44,8 +44,8 @@ _ETA_WINDOW = 20
 """Number of latest iterations that the time per iteration is averaged over."""
 FIRST_LINE_S = 10.0
 """Time to the first line of long work in a log."""
-_BLOCK_WIDTH = 80
-"""Columns of a block of text."""
+_BLOCK_WIDTH, MAX_CHARS = 80, 240
+"""Columns of a printed group, and the limit of each of its texts."""
 
 
 def warn(text: str) -> None:
@@ -138,53 +138,24 @@ class Console:
     def print_group(
         self, iteration: int, episodes_G: Sequence[Episode], advantages_G: Sequence[float | None]
     ) -> None:
-        """The best, the median and the worst completion of a group, in a block of 80 columns."""
-        table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-        for label, text in group_rows(episodes_G, advantages_G):
-            table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))
+        """The completions with the highest, the median and the lowest reward of a group, with
+        reward (advantage) and the judge's first reply, or why there is none; those without a reward
+        are the lowest."""
+        sample = episodes_G[0].prompt.sample
+        asked = f"{excerpt(sample.id, MAX_CHARS)}: {excerpt(sample.instruction, MAX_CHARS)}"
+        table = Table("reward", "wrote", "judge", box=None, title=Text(asked), title_justify="left")
+        rewards = [-math.inf if e.reward is None else e.reward for e in episodes_G]
+        order = sorted(range(len(rewards)), key=lambda g: -rewards[g])
+        for position in sorted({0, len(order) // 2, len(order) - 1}):
+            episode, advantage = episodes_G[order[position]], advantages_G[order[position]]
+            grade = episode.status.value if episode.reward is None else f"{episode.reward:.3g}"
+            if advantage is not None:
+                grade += f" ({advantage:+.3g})"
+            replies = [reply for of_judge in episode.replies.values() for reply in of_judge[:1]]
+            wrote = [text for text in (episode.action.thought, episode.action.words) if text]
+            cells = [wrote or ["(nothing)"], [episode.failure] if episode.failure else replies]
+            shown = ("\n".join(excerpt(text, MAX_CHARS) for text in texts) for texts in cells)
+            table.add_row(grade, *map(Text, shown))
         self.say(f"---- one group of iteration {iteration} ".ljust(_BLOCK_WIDTH, "-"))
         self._rich.print(table, width=_BLOCK_WIDTH, soft_wrap=False)
         self.say("-" * _BLOCK_WIDTH)
-
-
-# ---- group ---------------------------------------------------------------------------------------
-# The rows of a printed group: (label, text).
-
-MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_NAME_CHARS = 240, 160, 40
-Row = tuple[str, str]
-
-
-def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | None]) -> list[Row]:
-    """What was asked, and the completions with the highest, the median and the lowest reward;
-    those without a reward are the lowest."""
-    sample = episodes_G[0].prompt.sample
-    rows = [
-        ("asked", excerpt(sample.instruction, MAX_TEXT_CHARS)),
-        ("sample", excerpt(sample.id, MAX_TEXT_CHARS)),
-    ]
-    rewards = [-math.inf if e.reward is None else e.reward for e in episodes_G]
-    order = sorted(range(len(rewards)), key=lambda g: -rewards[g])
-    for position in sorted({0, len(order) // 2, len(order) - 1}):
-        g = order[position]
-        rows += _rows_of(episodes_G[g], advantages_G[g])
-    return rows
-
-
-def _rows_of(episode: Episode, advantage: float | None) -> list[Row]:
-    label = "no reward" if episode.reward is None else f"reward {episode.reward:.3g}"
-    facts = [episode.status.value]
-    if advantage is not None:
-        facts.append(f"advantage {advantage:+.3g}")
-    if episode.failure:
-        facts.append(excerpt(episode.failure, MAX_TEXT_CHARS))
-    if episode.completion.finish == "length":
-        facts.append("cut at the token limit")
-    rows = [(label, ", ".join(facts))]
-    if episode.action.thought:
-        rows.append(("  thought", excerpt(episode.action.thought, MAX_TEXT_CHARS)))
-    rows.append(("  wrote", excerpt(episode.action.words, MAX_TEXT_CHARS) or "(nothing)"))
-    for name, value in episode.parts.items():
-        rows.append(("  part", f"{excerpt(name, MAX_NAME_CHARS)} {value:.3g}"))
-    for replies in episode.replies.values():
-        rows += [("  judge", excerpt(reply, MAX_REPLY_CHARS)) for reply in replies[:1]]
-    return rows

@@ -64,8 +64,8 @@ SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 """Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""
 LOADING_LINE_S = 4.0
 """Time to the first line while a run loads; each further one comes at twice the time."""
-SAME_SIZE_RATIOS = (0.97, 1.1)
-"""(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
+LEAST_RATIO, MOST_RATIO = 0.97, 1.1
+"""Of the memory of a GPU to the size in its name: 48 GB with error correction, 80 GB."""
 
 
 @printing.program
@@ -188,7 +188,7 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     host_gb = this_machine.host_memory_gb()
     problems = check_report.problems_here(config, machine, num_ranks, host_gb)
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
-    if own_gb is None or SAME_SIZE_RATIOS[0] <= own_gb / config.gpu_gb <= SAME_SIZE_RATIOS[1]:
+    if own_gb is None or LEAST_RATIO <= own_gb / config.gpu_gb <= MOST_RATIO:
         return problems
     mismatch = (
         f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
@@ -299,24 +299,22 @@ def launch(
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     _set_environment(num_ranks, config)
-    for retries_left in reversed(range(args.retries + 1)):
+    for start in range(args.retries + 1):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
         if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
             break
-        why_not = ""
-        if not ending.by_machine:
-            why_not = "which would come again; --retries is for failures of the machine"
-        elif _iterations_on_disk(config.run_dir) <= saved_before:
-            why_not = f"and no iteration was saved since the last start (before: {saved_before})"
-        elif retries_left == 0:
-            why_not = "and every restart of --retries is used"
-        if why_not:
-            _say(f"not started again: {ending.what}, {why_not}")
+        saved = _iterations_on_disk(config.run_dir)
+        if start == args.retries or not ending.by_machine or saved <= saved_before:
+            _say(
+                f"not started again: {ending.what} (--retries {args.retries}: after so many "
+                "failures of the machine, each only if an iteration was saved since the last "
+                f"start; saved before this one: {saved_before}, now: {saved})"
+            )
             break
-        _say(f"started again, {args.retries - retries_left + 1} of {args.retries}: {ending.what}")
+        _say(f"started again, {start + 1} of {args.retries}: {ending.what}")
     if config is not None and args.node_rank == 0:
         with signals.collect_stop_signals() as stop_signals:
             wait_for_last_rows(config.run_dir, lambda: bool(stop_signals))
@@ -343,8 +341,6 @@ def _one_start(
                 return run(rdzv_env, nodes)
         except supervision.RendezvousError as error:
             return supervision.Ending(1, "the nodes did not meet", False, (str(error),))
-        finally:
-            supervision.end_leftovers(notes)
 
 
 def _run_ranks(
@@ -384,6 +380,7 @@ def _run_ranks(
                 ending = ranks.end_alone(lost)
             else:
                 time.sleep(0.2)
+        supervision.end_leftovers(pids.values())
         if nodes is not None:
             nodes.ending = ending.what
         return replace(ending, stop_requested=bool(stop_signals))

@@ -7,13 +7,11 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from rl.api.plugin import PlacedConfig
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +56,13 @@ class Dist:
         'cuda:<index>'. Raises ValueError when a variable is missing, or CUDA is asked for and
         absent.
         """
-        rank, world_size, local_rank = _read_env(os.environ)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1 and (missing := {"RANK", "LOCAL_RANK"} - os.environ.keys()):
+            raise ValueError(
+                f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start "
+                "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
+            )
+        local_rank = int(os.environ["LOCAL_RANK"]) if world_size > 1 else 0
         device = _resolve_device(device, local_rank)
         if not device.startswith("cuda"):
             # transformers imports an installed DeepSpeed, which would warn about the CPU.
@@ -73,6 +77,7 @@ class Dist:
 
         import torch.distributed as td
 
+        rank = int(os.environ["RANK"])
         td.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=os.environ.get(INIT_METHOD, "env://"),
@@ -195,19 +200,6 @@ def _waiting() -> Iterator[None]:
         _waited_s += time.perf_counter() - began_s
 
 
-def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank); (0, 1, 0) without a launcher."""
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return 0, 1, 0
-    if missing := {"RANK", "LOCAL_RANK"} - environ.keys():
-        raise ValueError(
-            f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start several "
-            "ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
-        )
-    return int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"])
-
-
 def _resolve_device(device: str, local_rank: int) -> str:
     """'auto' | 'cpu' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
     if device == "cpu":
@@ -245,15 +237,6 @@ class Machine:
     cuda_gb: tuple[float, ...] = ()
 
 
-def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
-    """The claims of (key, plugin config) pairs; only a `PlacedConfig` runs a model."""
-    return [
-        Claim(key, config.device, config.max_memory_gb)
-        for key, config in sections
-        if isinstance(config, PlacedConfig)
-    ]
-
-
 def resolve_device(device: str, default: str) -> str:
     """The device onto which a plugin loads its model; `default`: the rank's ('cpu', 'cuda:<i>').
     Raises ValueError for 'cuda:+<n>' on a rank without a CUDA device."""
@@ -283,7 +266,7 @@ def problems(
                 _check_device(claim.device, device, ranks, len(defaults), machine)
         except ValueError as error:
             found.append(f"{claim.key}.device: {error}")
-    return found or [*_wrong_limits(claims, defaults[0], machine)]
+    return found or [*_wrong_limits(claims, defaults[0])]
 
 
 def _check_device(
@@ -292,10 +275,9 @@ def _check_device(
     """Raise ValueError if the machine lacks the device, or if several ranks would load models onto
     it, unaware of each other."""
     if machine is not None and int(device[5:]) >= (count := len(machine.cuda_gb)):
-        given = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
         raise ValueError(
-            f"{stated!r} is {device} for one of the ranks; this machine has {count} CUDA devices: "
-            f"give 'auto' or {given}"
+            f"{stated!r} is {device} for one of the ranks; this machine has {count} CUDA devices; "
+            "'auto' is each rank's own device, or the CPU"
         )
     if len(ranks) > 1:
         raise ValueError(
@@ -305,22 +287,17 @@ def _check_device(
         )
 
 
-def _wrong_limits(claims: Sequence[Claim], default: str, machine: Machine | None) -> Iterator[str]:
+def _wrong_limits(claims: Sequence[Claim], default: str) -> Iterator[str]:
     """Limits that cannot be enforced: the allocator limits devices, not models."""
     for device, sharing in _by_device(claims, default).items():
+        limited = [claim.key for claim in sharing if claim.max_memory_gb is not None]
         unlimited = [claim.key for claim in sharing if claim.max_memory_gb is None]
-        limits_gb = {c.key: c.max_memory_gb for c in sharing if c.max_memory_gb is not None}
-        if device == "cpu" or not limits_gb:
-            continue
-        key, total_gb = f"{next(iter(limits_gb))}.max_memory_gb", sum(limits_gb.values())
-        size_gb = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
-        if unlimited:
+        if device != "cpu" and limited and unlimited:
             yield (
-                f"{key}: {device} also holds {', '.join(unlimited)}, without a limit, so no limit "
-                "can be enforced there; give all models there a limit, move one, or drop this key"
+                f"{limited[0]}.max_memory_gb: {device} also holds {', '.join(unlimited)}, without "
+                "a limit, so no limit can be enforced there; give all models there a limit, move "
+                "one, or drop this key"
             )
-        elif total_gb > size_gb:
-            yield f"{key}: all limits on {device} add up to {total_gb:g} GB; it has {size_gb:g} GB"
 
 
 def _by_device(claims: Sequence[Claim], default: str) -> dict[str, list[Claim]]:
@@ -371,4 +348,4 @@ def enforce(claims: Sequence[Claim], default: str) -> None:
             import torch
 
             share = sum(limits_gb) / machine.cuda_gb[int(device[5:])]
-            torch.cuda.set_per_process_memory_fraction(share, device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)

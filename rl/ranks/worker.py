@@ -41,7 +41,6 @@ def main() -> None:
     heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks, loads)
     signals.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
-    _write_note(note)
     sys.argv = [target, *args]
     try:
         if target.endswith(".py"):
@@ -92,7 +91,7 @@ def _write_note(note: Path, **row: Any) -> None:
     received another rank's error (`only_heard`) may end before the other rank has saved."""
     temporary = note.with_suffix(".tmp")
     with suppress(OSError):
-        temporary.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
+        temporary.write_text(json.dumps(row))
         temporary.replace(note)
 
 

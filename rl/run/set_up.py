@@ -164,9 +164,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
         record = RunRecord(config.run_dir, config, dist)
-        heartbeat.note_loading("waiting for the lock of the run's folder")
         record.claim()
-        heartbeat.note_loading("")
         stack.callback(record.release)
         checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
         stack.callback(checkpoints.close, console.say)

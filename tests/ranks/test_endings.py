@@ -16,9 +16,9 @@ from rl.ranks import supervision
 from rl.ranks.signals import is_machine_error
 from rl.ranks.supervision import Ending
 
-KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))
+KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 was killed by SIGKILL",))
 HUNG = Ending(124, "rank 1 hung", True)
-REFUSED = Ending(1, "rank 0 failed with an error", False)
+REFUSED = Ending(1, "rank 0 failed: exit code 1", False)
 DONE = Ending(0, "it is done", False)
 STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), stop_requested=True)
 
@@ -66,7 +66,7 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
         (
             {0: (1, True), 1: (1, False), 2: (-15, False), 3: (-9, False)},
             {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},
-            "rank 1 failed with an error",
+            "rank 1 failed: exit code 1",
             False,
             1,
         ),
@@ -99,8 +99,8 @@ def test_the_rank_that_failed_first_is_named(
         (2, [(KILLED, 1), (HUNG, 2), (DONE, 4)], 0,
          "SIGKILL; started again, 1 of 2: .*SIGKILL; started again, 2 of 2: rank 1 hung"),
         (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung.*--retries"),
-        (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration .*1"),
-        (3, [(KILLED, 0)], 137, "not started again.*no iteration"),
+        (3, [(KILLED, 1), (KILLED, 1)], 137, "not started again.*before this one: 1, now: 1"),
+        (3, [(KILLED, 0)], 137, "not started again.*before this one: 0, now: 0"),
         (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
         (3, [(STOPPED, 2)], 143, "^stopped by SIGTERM; $"),
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 from tiny_run import SAMPLE, episode
 
-from rl.api.types import Action, Completion, Episode, Prompt, Status
-from rl.console import Console, group_rows
+from rl.api.types import Action, Episode, Prompt, Status
+from rl.console import Console
 
 HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
 
@@ -27,42 +28,32 @@ def panel_text(episodes: list[Episode], stream: io.StringIO) -> str:
 
 def test_the_best_the_median_and_the_worst_completion_are_shown() -> None:
     def shown(rewards: list[float | None]) -> list[str]:
-        group = [wrote(f"text {g}", reward) for g, reward in enumerate(rewards)]
-        rows = group_rows(group, [None] * len(group))
-        return [text for label, text in rows if label == "  wrote"]
+        group = [wrote(f"text{g}", reward) for g, reward in enumerate(rewards)]
+        return re.findall(r"text\d", panel_text(group, io.StringIO()))
 
-    assert shown([0.5, None, 0.0, 1.0, 0.25]) == ["text 3", "text 4", "text 1"]
-    assert shown([0.0, 1.0]) == ["text 1", "text 0"]
-    assert shown([1.0]) == shown([None]) == ["text 0"]
+    assert shown([0.5, None, 0.0, 1.0, 0.25]) == ["text3", "text4", "text1"]
+    assert shown([0.0, 1.0]) == ["text1", "text0"]
+    assert shown([1.0]) == shown([None]) == ["text0"]
 
 
-def test_each_completion_has_reward_advantage_parts_failure_and_replies() -> None:
-    replies = {"judge": tuple(f"reply {n}" for n in range(5)), "other": ("x",)}
+def test_each_completion_has_reward_advantage_failure_and_a_reply() -> None:
+    replies = {"judge": ("reply 0", "reply 1"), "other": ("x",)}
+    action = Action("lost", "lost", thought="because")
     group = [
         wrote("good", 1.0, replies=replies),
         replace(wrote("", 0.0), status=Status.POLICY_FAILED, failure="empty: wrote nothing"),
-        wrote(
-            "lost", None, failure="timeout: 120 s", completion=Completion((5,), (0.0,), "length")
-        ),
+        replace(wrote("lost", None), failure="timeout: 120 s", action=action),
     ]
-    rows = group_rows(group, [1.25, -0.75, None])
-    parts = [("  part", "judge 0.75"), ("  part", "judge/edit_success 8")]
-    assert rows == [
-        ("asked", "make it red"),
-        ("sample", "row-7"),
-        ("reward 1", "scored, advantage +1.25"),
-        ("  wrote", "good"),
-        *parts,
-        ("  judge", "reply 0"),
-        ("  judge", "x"),
-        ("reward 0", "policy_failed, advantage -0.75, empty: wrote nothing"),
-        ("  wrote", "(nothing)"),
-        *parts,
-        ("  judge", '{"score": [8, 9]}'),
-        ("no reward", "ungraded, timeout: 120 s, cut at the token limit"),
-        ("  wrote", "lost"),
-        *parts,
-        ("  judge", '{"score": [8, 9]}'),
+    stream = io.StringIO()
+    Console(True, stream).print_group(1, group, [1.25, -0.75, None])
+    assert [line.split() for line in stream.getvalue().split("\n")[1:-2]] == [
+        ["row-7:", "make", "it", "red"],
+        ["reward", "wrote", "judge"],
+        ["1", "(+1.25)", "good", "reply", "0"],
+        ["x"],
+        ["0", "(-0.75)", "(nothing)", "empty:", "wrote", "nothing"],
+        ["ungraded", "because", "timeout:", "120", "s"],
+        ["lost"],
     ]
 
 
