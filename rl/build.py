@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rl.api import find
 from rl.api.data import DataSource, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
-from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin
+from rl.api.plugin import ModelRunner, PlacedConfig, PluginBase, Resources, RunPlugin
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -35,7 +35,7 @@ from rl.config.schema import (
 from rl.files import read_object
 from rl.model_files import NotFiniteError, model_problems
 from rl.ranks import signals
-from rl.ranks.dist import Claim, claims_of, resolve_device
+from rl.ranks.dist import Claim, resolve_device
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -303,7 +303,11 @@ def class_of(kind: str, name: str) -> str:
 def claims(resolved: Resolved) -> list[Claim]:
     """The device and memory that each plugin with a model claims in its section."""
     plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
-    return claims_of((plugin.key, plugin.config) for plugin in plugins)
+    return [
+        Claim(plugin.key, plugin.config.device, plugin.config.max_memory_gb)
+        for plugin in plugins
+        if isinstance(plugin.config, PlacedConfig)
+    ]
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:

@@ -29,7 +29,7 @@ class PluginConfig(Section):
 class PlacedConfig(PluginConfig):
     """Base of the keys of a plugin that keeps a model on a device."""
 
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\+?\d+)$")] = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's index plus 1)."""
     max_memory_gb: Annotated[
         Annotated[float, Field(gt=0, le=1e6)] | None, Unread("device", "cpu")

@@ -124,7 +124,7 @@ def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: P
     record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(LEARNING)
     checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), mock, record, mock, writer, 3)
+    recording = Recording(dist, Console(True), PhaseTimer(), 0, record, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
