@@ -21,7 +21,7 @@ from rl.config import loading
 from rl.config.loading import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
 from rl.console import duration, warn
-from rl.files import FULL, GoneError, current_path, fsync, read_object, read_rows, write_atomically
+from rl.files import FULL, fsync, read_object, read_rows, require_in_place, write_atomically
 from rl.printing import excerpt, scrub
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
@@ -142,17 +142,12 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
-        self._run_dir = run_dir
+        self.folder = run_dir / "checkpoints"
         self._config = config
         self._dist = dist
         self._pusher = Pusher(config.push_to_hub_repo_id, self.folder)
         self._reported: set[Path] = set()
         """Old checkpoints that cannot be pruned; the reason was already logged."""
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint folder, even if the run folder moved. Raises GoneError if it is gone."""
-        return current_path(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -230,6 +225,7 @@ class Checkpoints:
 
         name = f"step_{point.iteration:06d}"
         try:
+            require_in_place(self.folder)
             # Ranks that save alone may save at the same time.
             lock = FileLock(self.folder.parent / SAVE_LOCK, fallback_to_soft=False)
             with ExitStack() as stack:
@@ -241,11 +237,6 @@ class Checkpoints:
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
             problem = f"checkpoint {name} could not be written: {error!r}"
-            try:
-                current_path(self._run_dir)
-            except GoneError as gone:
-                warn(f"checkpoint {name} is not written: {gone}")
-                return None, str(gone)
             if is_full(error):
                 problem += "; make room, and start the same command again"
             newest = find(self.folder.parent, hashes=False).path

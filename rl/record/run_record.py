@@ -10,9 +10,9 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -39,7 +39,6 @@ from rl.files import (
     read_object,
     read_rows,
     release,
-    require_not_moved,
     row_of,
     write_atomically,
 )
@@ -401,16 +400,6 @@ class RunRecord:
         release(self.run_dir)
         self._lock.release()
 
-    @contextmanager
-    def _require_not_moved(self) -> Iterator[None]:
-        """Raise GoneError once the block ends if the run folder was moved or deleted meanwhile."""
-        try:
-            yield
-        except OSError:
-            require_not_moved(self.run_dir)
-            raise
-        require_not_moved(self.run_dir)
-
     def write_config(self) -> None:
         if self._dist.is_main:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
@@ -432,9 +421,8 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        with self._require_not_moved():
-            line = json_line({"iteration": iteration, **metrics})
-            append_line(self.run_dir / "metrics.jsonl", line)
+        line = json_line({"iteration": iteration, **metrics})
+        append_line(self.run_dir / "metrics.jsonl", line)
 
     def write_episodes(
         self,
@@ -452,16 +440,15 @@ class RunRecord:
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
-        with self._require_not_moved():
-            bare_P = bare_P or [None] * len(episodes_PG)
-            groups = [
-                GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
-                for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
-            ]
-            places = self._thumbnails.write(iteration, groups, num_later // every + 1)
-            self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
-            if num_kept := self._tracking.keep_images_of_last_n_iterations:
-                self._delete_images(iteration - num_kept)
+        bare_P = bare_P or [None] * len(episodes_PG)
+        groups = [
+            GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
+            for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
+        ]
+        places = self._thumbnails.write(iteration, groups, num_later // every + 1)
+        self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
+        if num_kept := self._tracking.keep_images_of_last_n_iterations:
+            self._delete_images(iteration - num_kept)
 
     def _write_lines(
         self,
