@@ -196,7 +196,7 @@ class Checkpoints:
         except OSError as error:
             warn(f"{model / MODEL_CARD} could not be written: {error}")
         if self._push_due(iteration, final):
-            self._pusher.push(model, iteration)
+            self._pusher.push(model, iteration, final)
 
     def close(self, say: Callable[[str], None]) -> None:
         """Wait, for a bounded time, for running pushes; `say` prints a line. Local."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -295,7 +296,6 @@ def licence_of(path: str) -> tuple[str, str | None] | None:
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
 _STAGING_PREFIX = ".push-ckpt_"
-_STAGING_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
 class Pusher:
@@ -303,75 +303,58 @@ class Pusher:
 
     `main` gets the newest model; the branch `ckpt_000020` keeps the model after 20 iterations. Any
     failure is logged as one warning. Pruning may delete the checkpoint during the upload, so its
-    files are first linked (or copied) into a staging folder. At most one folder is queued: a newer
-    one replaces it, with a warning.
+    files are first linked (or copied) into a staging folder.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
         """`outbox`: parent of the staging folders, on the checkpoints' file system."""
         self._repo_id = repo_id
         self._outbox = outbox
-        self._lock = threading.Lock()
-        self._queued: int | None = None
-        """Iteration of the model that is uploaded next."""
         self._thread: threading.Thread | None = None
 
-    def push(self, folder: Path, iteration: int) -> None:
-        """Queue `folder` for upload. Returns at once."""
-        staging = self._staging_folder(iteration)
+    def push(self, folder: Path, iteration: int, final: bool = False) -> None:
+        """Start the upload of `folder`. While another one runs, the upload is left out, unless it
+        is the `final` one: that comes after the other."""
+        earlier = self._thread
+        if earlier is None:
+            for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
+                shutil.rmtree(stale, ignore_errors=True)
+        elif earlier.is_alive() and not final:
+            self._warn(iteration, "not uploaded: an earlier upload is not done")
+            return
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self._outbox))
         try:
-            with self._lock:
-                if self._thread is None:
-                    for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
-                        if _STAGING_NAME.fullmatch(stale.name):
-                            shutil.rmtree(stale)
-            if staging.is_dir():
-                return  # already queued or uploading: a failing run may save this iteration again
-            shutil.copytree(folder, staging, copy_function=_link_or_copy)
+            shutil.copytree(folder, staging, copy_function=_link_or_copy, dirs_exist_ok=True)
         except OSError as error:
-            shutil.rmtree(staging, ignore_errors=True)  # a part would count as queued
+            shutil.rmtree(staging, ignore_errors=True)
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
-        with self._lock:
-            replaced, self._queued = self._queued, iteration
-            if self._thread is None:
-                # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
-                self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
-                self._thread.start()
-        if replaced is not None:
-            self._warn(replaced, f"not uploaded: iteration {iteration} replaced it in the queue")
-            shutil.rmtree(self._staging_folder(replaced), ignore_errors=True)
+        # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
+        arguments = (staging, iteration, earlier)
+        self._thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
+        self._thread.start()
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait at most `timeout_s` for the running and the queued upload; `say` prints a line."""
-        thread = self._thread
-        if thread is None:
+        """Wait at most `timeout_s` for running uploads; `say` prints a line."""
+        if self._thread is None or not self._thread.is_alive():
             return
         say(f"uploading to {self._repo_id} (waiting {duration(timeout_s)} at most)")
-        thread.join(timeout_s)
-        if thread.is_alive():
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
             warn(
                 f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)}; the "
                 "run ends. Upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
-    def _staging_folder(self, iteration: int) -> Path:
-        return self._outbox / f"{_STAGING_PREFIX}{iteration:06d}"
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                iteration, self._queued = self._queued, None
-                if iteration is None:
-                    self._thread = None
-                    return
-            try:
-                message, branch = f"iteration {iteration}", f"ckpt_{iteration:06d}"
-                upload(self._staging_folder(iteration), self._repo_id, message, branch)
-            # huggingface_hub and the network may raise anything.
-            except Exception as error:
-                self._warn(iteration, f"failed, the run goes on: {error!r}")
-            shutil.rmtree(self._staging_folder(iteration), ignore_errors=True)
+    def _upload(self, staging: Path, iteration: int, earlier: threading.Thread | None) -> None:
+        if earlier is not None:
+            earlier.join()
+        try:
+            upload(staging, self._repo_id, f"iteration {iteration}", f"ckpt_{iteration:06d}")
+        # huggingface_hub and the network may raise anything.
+        except Exception as error:
+            self._warn(iteration, f"failed, the run goes on: {error!r}")
+        shutil.rmtree(staging, ignore_errors=True)
 
     def _warn(self, iteration: int, reason: str) -> None:
         warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {reason}"))
