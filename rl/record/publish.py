@@ -53,20 +53,6 @@ OWN_WORDS = "own_words"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Mean rewards of two arms over the held-out samples that were graded in both."""
-
-    name: str
-    """A category, or an arm."""
-    num_samples: int
-    old: float
-    """0 to 1."""
-    new: float
-    interval: tuple[float, float] | None
-    """95 % interval of new - old; None for a single sample."""
-
-
-@dataclass(frozen=True)
 class Shown:
     """One held-out sample before and after training."""
 
@@ -86,10 +72,12 @@ class Evidence:
 
     iterations: tuple[int, int]
     """Finished iterations at the first and at the last held-out evaluation."""
-    learnt: Sequence[Comparison]
-    """All samples first, then each category; [] if no sample was graded both times."""
-    arms: Sequence[Comparison]
-    """Comparisons of other arms with the model, under the same noise."""
+    learnt: Sequence[Any]
+    """Change of the mean reward: of all samples first, then of each category; [] if no sample was
+    graded both times. Of each the `name`, the samples' `rewards`, and the means `before` and
+    `after` with the 95 % `interval` of their difference or None."""
+    arms: Sequence[Any]
+    """The same from another arm to the model, under the same noise."""
     num_left_out: int
     """Held-out samples that were not graded both times."""
     ungraded_share: float | None
@@ -116,12 +104,10 @@ def model_card(
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
     base, renderer = base_of(config), str(at(config, "renderer.type"))
-    rewards, run = at(config, "rewards"), str(config.get("run_name", ""))
+    run = str(config.get("run_name", ""))
     editor, processor_path = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
-    samples = evidence.samples if evidence else ()
     thought, revision = at(config, "policy.thought"), at(config, "policy.revision")
-    asks_judge = at(config, "judge.api_base") or at(config, "judge.start_command")
 
     def setting(key: str) -> Markup:
         value = at(config, key)
@@ -137,17 +123,13 @@ def model_card(
         name=config.get("run_name", "a policy"),
         description=DESCRIPTIONS[form],
         setting=setting,
-        value=lambda key: at(config, key),
+        value=lambda key, section=config: at(section, key),
         python=_python,
         prompt=template,
         prompt_lines=re.split(r"(?<=\n)(?=.)", template.text) if template else [],
         iteration=iteration,
         form=form,
         renderer=renderer,
-        rewards=[
-            (name, at(plugin, "type"))
-            for name, plugin in (rewards.items() if isinstance(rewards, Mapping) else ())
-        ],
         pipeline=PIPELINES.get(renderer, "DiffusionPipeline"),
         model_class=MODEL_CLASSES.get(
             str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
@@ -168,15 +150,8 @@ def model_card(
             f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
         ),
         evidence=evidence,
-        scores=[
-            (name, value)
-            for name, value in sorted(metrics.items())
-            if name.startswith(("eval/reward", "reward/mean"))
-        ],
-        shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
-        judge=str(at(config, "judge.model") or "(unnamed)") if asks_judge else "",
-        audit_passed=metrics.get("judge/audit_passed"),
-        ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
+        metrics=metrics,
+        own_words=OWN_WORDS,
         licences=_licences(config),
         config=Markup("\n".join(code(with_leaves(dict(config), _without_path)))),  # nosec B704 # escaped
     )
@@ -194,10 +169,7 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
 
     base = base_of(config)
     licence, licence_name = licence_of(base) or ("other", "unknown")
-    more: dict[str, Any] = {}
-    if is_of_hub(base):
-        more |= {"base_model": base}
-        more |= {"base_model_relation": "adapter" if form == "adapter" else "finetune"}
+    relation = "adapter" if form == "adapter" else "finetune"
     front = ModelCardData(
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
         tags=["grpo", "reinforcement-learning"],
@@ -208,7 +180,8 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
             {path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)}
         )
         or None,
-        **more,
+        base_model=base if is_of_hub(base) else None,
+        base_model_relation=relation if is_of_hub(base) else None,
     )
     return str(front.to_yaml())
 

@@ -46,16 +46,7 @@ from rl.printing import scrub
 from rl.progress import weights_counted
 from rl.record import publish
 from rl.record.checkpoint import MODEL_CARD
-from rl.record.publish import (
-    OWN_WORDS,
-    PIPELINES,
-    Comparison,
-    Evidence,
-    Form,
-    Shown,
-    at,
-    model_card,
-)
+from rl.record.publish import OWN_WORDS, PIPELINES, Evidence, Form, Shown, at, model_card
 from rl.tools.report import reading
 from rl.tools.report.page import Change, learnt
 from rl.tools.report.reading import Evaluation, points
@@ -93,7 +84,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     shared_ids = [identity for identity in before.records if identity in after.records]
     return Evidence(
         iterations=(before.iteration, after.iteration),
-        learnt=[comparison(change) for change in gain.changes],
+        learnt=gain.changes,
         arms=_arms(after),
         num_left_out=gain.num_left_out,
         ungraded_share=fmean(ungraded) if ungraded else None,
@@ -105,15 +96,9 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     )
 
 
-def comparison(change: Change) -> Comparison:
-    return Comparison(
-        change.name, len(change.rewards), change.before, change.after, change.interval
-    )
-
-
-def _arms(after: Evaluation) -> Sequence[Comparison]:
+def _arms(after: Evaluation) -> list[Change]:
     """Compares the model with each arm that is drawn without the model's words."""
-    comparisons = []
+    changes = []
     for key, name in ARMS.items():
         change = Change(name, [], [])
         for record in after.records.values():
@@ -122,8 +107,8 @@ def _arms(after: Evaluation) -> Sequence[Comparison]:
                 change.rewards.append((other, own))
                 change.shown.append(reading.shown_of(record) or [str(record["id"])])
         if change.rewards:
-            comparisons.append(comparison(change))
-    return comparisons
+            changes.append(change)
+    return changes
 
 
 def _sample(
