@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError  # nosec B403 - an error only
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -260,9 +259,7 @@ class Checkpoints:
 
         retry_until_space(write_temporary, self.folder, f"checkpoint {name}")
         if path.exists():  # damaged: an intact one was returned above
-            names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
-            renamed = next(p for p in map(self.folder.joinpath, names) if not p.exists())
-            path.rename(renamed)
+            renamed = path.rename(self.folder / f"damaged-{name}-{time.time_ns()}")
             warn(f"the damaged {name} was renamed to {renamed}; delete it if you do not need it")
         temporary.rename(path)
         fsync(self.folder)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from statistics import pstdev
 from types import TracebackType
@@ -36,7 +36,6 @@ from rl.files import (
     over_white,
     png_bytes,
     private,
-    read_object,
     read_rows,
     release,
     row_of,
@@ -65,67 +64,51 @@ PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.pn
 """Name of a picture in a folder of `images`; the captured number is the rank."""
 
 
-def rewind(run_dir: Path, iteration: int) -> list[str]:
+def rewind(run_dir: Path, iteration: int, has_episodes: bool) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
-    metrics.jsonl, to a new folder; returns messages for the user."""
+    metrics.jsonl, to a new folder; returns messages for the user. `has_episodes`: whether the
+    config asks for the episodes of `iteration`."""
     metrics = run_dir / "metrics.jsonl"
     lines = enumerate(lines_of(metrics), 1)
     numbered = [(n, iteration_in(line), line) for n, line in lines if line.strip()]
     later = [line for _, it, line in numbered if it is None or it > iteration]
     kept = [line for _, it, line in numbered if it is not None and it <= iteration]
     damaged = [str(number) for number, it, _ in numbered if it is None]
-    entries = {
-        name: sorted(entry for entry, it in _entries(run_dir / name).items() if it > iteration)
-        for name in ENTRY_NAMES
-    }
+    recorded = {name: _entries(run_dir / name) for name in ENTRY_NAMES}
+    repeated = [e for entries in recorded.values() for e, it in entries.items() if it > iteration]
     # A missing line of `iteration` itself is not reported, because it is written again.
-    missing = _missing(f"{metrics} has no line", range(iteration), map(iteration_in, kept))
-    if _is_recorded(run_dir, iteration):
-        last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
-        missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
-    if not later and not any(entries.values()):
-        return missing
-    name = time.strftime("%Y%m%d-%H%M%S")
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    folders = (run_dir / SET_ASIDE / name for name in names)
-    folder = next(path for path in folders if not path.exists())
-    folder.mkdir(parents=True)
+    messages = _missing(f"{metrics} has no line", range(iteration), map(iteration_in, kept))
+    if has_episodes and iteration > 0:
+        last, present = range(iteration, iteration + 1), recorded["episodes"].values()
+        messages += _missing(f"{run_dir / 'episodes'} has none", last, present)
+    if not later and not repeated:
+        return messages
+    (run_dir / SET_ASIDE).mkdir(exist_ok=True)
+    began = time.strftime("%Y%m%d-%H%M%S-")
+    folder = Path(tempfile.mkdtemp(prefix=began, dir=run_dir / SET_ASIDE))
     if later:
         write_atomically(folder / "metrics.jsonl", b"".join(later))
         write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
-    for name, paths in entries.items():
-        for entry in paths:
-            (folder / name).mkdir(exist_ok=True)
-            shutil.move(entry, folder / name)  # `move`: pictures may be on another disk
+    for entry in repeated:
+        (folder / entry.parent.name).mkdir(exist_ok=True)
+        shutil.move(entry, folder / entry.parent.name)  # `move`: it may be on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
-    counts = {"lines of metrics.jsonl": len(later) - len(damaged)}
-    counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
-    sentences = []
-    if listed := ", ".join(f"{num} {kind}" for kind, num in counts.items() if num):
+    if damaged:
+        messages.insert(
+            0,
+            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
+            f"set aside in {folder}",
+        )
+    if repeated or len(later) > len(damaged):
         reason = f"what was recorded after iteration {iteration} is done again, and"
         if iteration < 0:
             reason = (
                 "no iteration is in a checkpoint, so the run begins again from the base weights; "
                 "what was recorded before is"
             )
-        sentences.append(f"{reason} set aside in {folder}: {listed}")
-    if damaged:
-        sentences.append(
-            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
-            f"set aside in {folder}"
-        )
-    return sentences + missing
-
-
-def _is_recorded(run_dir: Path, iteration: int) -> bool:
-    """Whether the run's config, as of its last start, records the episodes of `iteration`."""
-    try:
-        config = read_object(run_dir / "config.json")
-        every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
-        return iteration > 0 and iteration % every == 0
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
-        return False
+        messages.insert(0, f"{reason} set aside in {folder}")
+    return messages
 
 
 def _missing(subject: str, expected: range, present: Iterable[int | None]) -> list[str]:
@@ -408,7 +391,9 @@ class RunRecord:
     def rewind(self, iteration: int) -> list[str]:
         """On rank 0, move the records of later iterations than `iteration` (-1: of all) to
         set_aside/, because the run repeats them. Returns messages for the user."""
-        return rewind(self.run_dir, iteration) if self._dist.is_main else []
+        if not self._dist.is_main:
+            return []
+        return rewind(self.run_dir, iteration, self._records_episodes(iteration))
 
     def has_line(self, iteration: int) -> bool:
         return any(row.get("iteration") == iteration for row in self.lines())
@@ -437,18 +422,23 @@ class RunRecord:
         of the iteration's `images_per_iteration` pictures, group by group; then delete old pictures
         (`keep_images_of_last_n_iterations`). Does nothing on iterations that
         `log_episodes_every_n_iterations` leaves out."""
-        every = self._tracking.log_episodes_every_n_iterations
-        if every == 0 or iteration % every != 0:
+        if not self._records_episodes(iteration):
             return
         bare_P = bare_P or [None] * len(episodes_PG)
         groups = [
             GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
             for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
         ]
-        places = self._thumbnails.write(iteration, groups, num_later // every + 1)
+        places = self._thumbnails.write(
+            iteration, groups, num_later // self._tracking.log_episodes_every_n_iterations + 1
+        )
         self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
         if num_kept := self._tracking.keep_images_of_last_n_iterations:
             self._delete_images(iteration - num_kept)
+
+    def _records_episodes(self, iteration: int) -> bool:
+        every = self._tracking.log_episodes_every_n_iterations
+        return every > 0 and iteration % every == 0
 
     def _write_lines(
         self,
