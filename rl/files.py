@@ -218,25 +218,20 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     for recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
+        # Each level needs a bracket, so only lines with many brackets have to be walked.
+        if line.count(b"[") + line.count(b"{") > MAX_NESTING and _depth(row) > MAX_NESTING:
+            return None
     except (ValueError, RecursionError):
-        return None
-    # Each level needs a bracket, so only lines with many brackets have to be walked.
-    brackets = line.count(b"[") + line.count(b"{")
-    if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            inner
-            for outer in layer
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(layer)
+def _depth(value: Any) -> int:
+    """Levels of objects and lists."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -279,23 +279,22 @@ class Checkpoints:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
         best on held-out samples, any that may be the best, every n-th, and any with changes."""
         steps, rows = steps_of(self.folder.parent), _rows_of(self.folder.parent)
-        rewards = {iteration: _held_out_mean(row) for iteration, row in rows.items()}
-        whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
-        every = self._config.keep_every_n_iterations
-        kept = {*sorted(whole)[-_NUM_NEWEST_KEPT:], best_of(sorted(whole), rewards)}
-        kept |= {iteration for iteration in whole if every and iteration % every == 0}
-        bounds = {iteration: _held_out_bounds(rows[iteration]) for iteration in whole & rows.keys()}
+        whole = [iteration_of(path) for path in steps if problem_of(path, hashes=False) is None]
+        bounds = {iteration: _held_out_bounds(rows.get(iteration)) for iteration in whole}
         surpassed = max((low for low, _ in bounds.values()), default=0.0)
+        every = self._config.keep_every_n_iterations
+        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, held_out_rewards(self.folder.parent))}
+        kept |= {iteration for iteration in whole if every and iteration % every == 0}
         for path in steps:
             iteration = iteration_of(path)
             if iteration in kept:
                 continue
-            if iteration in whole - rewards.keys():
-                why = "metrics.jsonl has no readable line for it, so it may be the best"
-            elif iteration in whole and bounds[iteration][1] > surpassed:
-                why = "some of its held-out samples were not graded, so it may be the best"
-            else:
-                why = _changes_in(path)
+            why = _changes_in(path)
+            if iteration in whole and bounds[iteration][1] > surpassed:
+                why = (
+                    "it may be the best: some of its held-out samples were not graded, or "
+                    "metrics.jsonl has no readable line for it"
+                )
             if not why:
                 path.rename(self.folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}")
             elif path not in self._reported:
@@ -431,9 +430,12 @@ def _held_out_mean(row: Mapping[str, Any], name: str = "eval/reward") -> float |
     return float(value) if type(value) in (int, float) and 0 <= value <= 1 else None
 
 
-def _held_out_bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+def _held_out_bounds(row: Mapping[str, Any] | None) -> tuple[float, float]:
     """(least, greatest) mean held-out reward: samples for which no judge was reached count as 0 and
-    as 1. Unreadable replies are left out, as from the mean; (0, 0) without an evaluation."""
+    as 1, and a missing `row` may hold any. Unreadable replies are left out, as from the mean;
+    (0, 0) without an evaluation."""
+    if row is None:
+        return 0.0, 1.0
     reward = _held_out_mean(row)
     if reward is None:
         return 0.0, float("eval/ungraded" in row)

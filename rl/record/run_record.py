@@ -60,8 +60,8 @@ ENTRY_NAMES = {
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
 """Folder of the run -> pattern of the names of its entries, one or more per iteration."""
-PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
-"""Name of a picture in a folder of `images`; the captured number is the rank."""
+PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
+"""Name of a picture in a folder of `images`."""
 
 
 def rewind(run_dir: Path, iteration: int, has_episodes: bool) -> list[str]:
@@ -433,7 +433,8 @@ class RunRecord:
             iteration, groups, num_later // self._tracking.log_episodes_every_n_iterations + 1
         )
         self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
-        if num_kept := self._tracking.keep_images_of_last_n_iterations:
+        num_kept = self._tracking.keep_images_of_last_n_iterations
+        if num_kept and self._dist.is_main:
             self._delete_images(iteration - num_kept)
 
     def _records_episodes(self, iteration: int) -> bool:
@@ -495,20 +496,16 @@ class RunRecord:
         return f"{stem}.png"
 
     def _delete_images(self, last: int) -> None:
-        """Delete this rank's pictures up to iteration `last`, and on rank 0 folders that no rank
-        writes to any more. Other files in these folders stay."""
-        for folder in (self.run_dir / "images").glob("it_*"):
-            match = ENTRY_NAMES["images"].fullmatch(folder.name)
-            if match is None or int(match[1]) > last:
-                continue
-            with suppress(OSError):  # leave what cannot be deleted
-                for path in folder.iterdir():
-                    picture = PICTURE_NAME.fullmatch(path.name)
-                    # The modulo: pictures of ranks of an earlier, larger start are deleted too.
-                    if picture and int(picture[1]) % self._dist.world_size == self._dist.rank:
-                        path.unlink()
-                if self._dist.is_main and int(match[1]) <= last - MAX_WAITING:
-                    folder.rmdir()
+        """Delete all ranks' pictures up to iteration `last`, and folders that no rank writes to any
+        more. Other files in these folders stay."""
+        for folder, iteration in _entries(self.run_dir / "images").items():
+            if iteration <= last:
+                with suppress(OSError):  # leave what cannot be deleted
+                    for path in folder.iterdir():
+                        if PICTURE_NAME.fullmatch(path.name):
+                            path.unlink()
+                    if iteration <= last - MAX_WAITING:
+                        folder.rmdir()
 
 
 def _distinct_pictures(episodes_G: Sequence[Episode], bare: Episode | None) -> list[Image]:
