@@ -27,7 +27,7 @@ import httpx
 
 from rl.config.loading import not_a_file, read_text
 from rl.config.schema import JudgeConfig
-from rl.files import append, current_path, lines_of, private, row_of
+from rl.files import append, lines_of, private, require_in_place, row_of
 from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
 
 # ---- endpoint ------------------------------------------------------------------------------------
@@ -560,7 +560,7 @@ class ReplyJournal:
     """Key -> raw reply; the first reply under a key is kept."""
 
     def __init__(self, path: Path) -> None:
-        path = current_path(path)
+        require_in_place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path
