@@ -93,10 +93,6 @@ class Config(PluginConfig):
     does; sleep: it moves its weights to host memory and frees its cache, which takes seconds per
     iteration for a large model; auto: resident if the memory plan has room. vLLM's sleep level 2,
     which discards the base weights, is not offered: it corrupts VLMs."""
-    adapter: Literal["served"] = "served"
-    """How sampling uses a LoRA: unmerged, next to the base weights, which is exact."""
-    tensor_parallel_size: Literal[1] = 1
-    """Every rank has its own engine."""
 
 
 class VllmEngine(Engine[Config]):
@@ -154,7 +150,7 @@ class VllmEngine(Engine[Config]):
     def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
         rank = (run.policy.get("lora") or {}).get("r", 0)
         if rank > LORA_RANKS[-1]:
-            yield f"adapter: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
+            yield f"type: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
         device = str(run.policy.get("device", "auto"))
         if device[5:].strip("0").isdecimal() and run.world_size == 1:
             yield (
@@ -184,7 +180,7 @@ class VllmEngine(Engine[Config]):
         if adapts and dtype == "float32":
             remedy = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"
             yield (
-                "adapter: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
+                "dtype: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
                 f"float32; set {remedy}, or engine.type=transformers, or run on the CPU "
                 "(policy.device=cpu)"
             )
