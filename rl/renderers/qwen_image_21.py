@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import shape_of
-from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_problems, wrong_steps
+from rl.renderers.qwen_image_21_config import (
+    Config,
+    bucket_of,
+    sigmas_of_folder,
+    size_problems,
+    wrong_steps,
+)
 from rl.renderers.qwen_image_config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
@@ -40,6 +46,7 @@ class QwenImage21(QwenImage[Config]):
     transformer_class = "QwenImage21Transformer2DModel"
     vae_class = "AutoencoderKLQwenImage21"
     side_multiple_px = SIZE_MULTIPLE_PX
+    bucket_of = staticmethod(bucket_of)
     state_dim_key = "context_in_dim"
     hub_state_dim = 4096  # Qwen3-VL-8B
     hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
@@ -57,12 +64,6 @@ class QwenImage21(QwenImage[Config]):
         from rl.renderers.qwen_image_21_loop import QwenImage21Loop, load_parts
 
         return QwenImage21Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_21_loop import QwenImage21Loop
-
-        return QwenImage21Loop.bucket_of(config, job)
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT, RunConfig
 from rl.meter import denoising_flops
 from rl.model_files import num_parameters
@@ -21,6 +21,7 @@ from rl.renderers.qwen_image_config import (
     ConfigT,
     DenoisingConfig,
     QwenImage,
+    edit_bucket,
     forwards_per_picture,
     output_area_px,
 )
@@ -55,6 +56,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     side_multiple_px = PATCH_PX
+    bucket_of = staticmethod(edit_bucket)
     state_dim_key = "joint_attention_dim"
     hub_state_dim = 3584  # Qwen2.5-VL-7B
     hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
@@ -66,18 +68,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
     def load(cls, config: ConfigT, device: str) -> Any:
         from rl.renderers.qwen_image_loop import QwenImageLoop, load_parts
 
-        return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
-
-    @classmethod
-    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_loop import QwenImageLoop
-
-        return QwenImageLoop.bucket_of(config, job)
-
-    @classmethod
-    def max_pictures(cls, config: ConfigT) -> int:
-        """Limit of source pictures per sample."""
-        return 1
+        return QwenImageLoop(config, load_parts(config, device))
 
     @classmethod
     def prompt_template(cls, config: ConfigT) -> PromptTemplate:
@@ -88,7 +79,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
             picture=cls.picture,
-            max_pictures=cls.max_pictures(config),
+            max_pictures=config.most_sources,
         )
 
     @classmethod
@@ -129,7 +120,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
         VAE.
         """
         rows = config.batch_size * (2 if config.true_cfg_scale > 1 else 1)
-        area_px = output_area_px(config) + cls.max_pictures(config) * config.condition_area_px
+        area_px = output_area_px(config) + config.most_sources * config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
@@ -178,7 +169,3 @@ class QwenImageEditPlus(QwenImageEditor[EditPlusConfig]):
 
     pipeline = "QwenImageEditPlusPipeline"
     picture = "Picture {number}: {image}"
-
-    @classmethod
-    def max_pictures(cls, config: EditPlusConfig) -> int:
-        return config.max_pictures

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
-from rl.api.types import RenderJob
 from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
 from rl.renderers.sd3_config import PATCH_PX, Config
@@ -50,12 +49,6 @@ class SD3(DiffusionRenderer[Config]):
         from rl.renderers.sd3_loop import SD3Loop, load_parts
 
         return SD3Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.sd3_loop import SD3Loop
-
-        return SD3Loop.bucket_of(config, job)
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
