@@ -117,7 +117,7 @@ class VllmEngine(Engine[Config]):
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
-        self._kind = "full" if policy.config.lora is None else "lora"
+        self._has_lora = policy.config.lora is not None
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: Lora | Whole = {}
@@ -209,7 +209,7 @@ class VllmEngine(Engine[Config]):
 
             self._group_existed = torch.distributed.is_initialized()
             register_in_process(folder)
-            if self._kind == "lora" and not self._on_cuda:
+            if self._has_lora and not self._on_cuda:
                 multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
@@ -301,18 +301,17 @@ class VllmEngine(Engine[Config]):
         features_P: Sequence[torch.Tensor | None] = [None] * len(prompts_P)
         if self._features_of is not None:
             features_P = self._features_of(prompts_P)
-        inputs_P = [
-            vllm_requests.engine_input(prompt, features, self._image_token_id, self._dtype)
-            for prompt, features in zip(prompts_P, features_P, strict=True)
-        ]
-        sampling_P = [
-            self._sampling(prompt, params, seed)
-            for prompt, seed in zip(prompts_P, seeds_P, strict=True)
+        requests_P = [
+            (
+                vllm_requests.engine_input(prompt, features, self._image_token_id, self._dtype),
+                self._sampling(prompt, params, seed),
+            )
+            for prompt, features, seed in zip(prompts_P, features_P, seeds_P, strict=True)
         ]
         try:
             # vLLM also draws an unused number from the global generator in each step.
             with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
-                outputs_P = self._run(inputs_P, sampling_P)
+                outputs_P = self._run(requests_P)
         except BaseException:
             self._failed = True
             raise
@@ -325,17 +324,17 @@ class VllmEngine(Engine[Config]):
         ]
         return [group * (params.num_completions // len(group)) for group in completions_PG]
 
-    def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
-        """A `RequestOutput` for each input."""
+    def _run(self, requests_P: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """A `RequestOutput` for each (input, sampling parameters)."""
         engine = self._llm.llm_engine
         lora_request = None
-        if self._kind == "lora" and self._fingerprint is not None:
+        if self._has_lora and self._fingerprint is not None:
             from vllm.lora.request import LoRARequest
 
             # The path is never read: the adapter of this number is already in the slots.
             lora_request = LoRARequest("policy", ADAPTER_ID, "in-memory")
         ids_P = []
-        for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
+        for engine_input, sampling in requests_P:
             ids_P.append(str(self._num_requests))
             self._num_requests += 1
             engine.add_request(ids_P[-1], engine_input, sampling, lora_request=lora_request)
@@ -379,8 +378,7 @@ class VllmEngine(Engine[Config]):
         if self._sleep_sums is None:
             return
         self._llm.wake_up()
-        compare, args = parameter_difference, (self._sleep_sums,)
-        [changed] = self._llm.collective_rpc(compare, args=args)
+        [changed] = self._llm.collective_rpc(parameter_difference, args=(self._sleep_sums,))
         self._sleep_sums = None
         if problem := changed or (self._fingerprint and self._difference()):
             self._failed = True
@@ -391,8 +389,6 @@ class VllmEngine(Engine[Config]):
 
     def load_weights(self, weights: PolicyWeights) -> None:
         """Load the trainer's weights; the engine must be awake. Untrained weights are kept."""
-        if weights.kind != self._kind:
-            raise ValueError(f"this engine was not started for {weights.kind!r} weights")
         lora = self._setup.policy.config.lora
         if lora is not None:
             if fingerprint(weights.tensors) != weights.fingerprint:
@@ -426,9 +422,7 @@ class VllmEngine(Engine[Config]):
         return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
-        compare: Any = whole_difference
-        if self._kind == "lora":
-            compare = lora_difference
+        compare: Any = lora_difference if self._has_lora else whole_difference
         [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
         return str(difference)
 
@@ -449,13 +443,8 @@ def grammar_arguments(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    try:
-        from rl.engines import vllm_requests
-    except ImportError as error:
-        raise RuntimeError(
-            "the logits-processor interfaces of this vLLM differ from those of the version pinned "
-            "in pyproject.toml: install that version, or use engine.type 'transformers'"
-        ) from error
+    from rl.engines import vllm_requests
+
     # Each model runner refuses the other's class; only the final config says which one runs.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
     processor = vllm_requests.V2Grammar if planned.use_v2_model_runner else vllm_requests.V1Grammar

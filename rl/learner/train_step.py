@@ -74,27 +74,24 @@ def pack_groups(
     `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
     are paired with the prompt's `plain`.
     """
-    packs: list[list[tuple[Row, Member]]] = []
-    size = 0
+    packs: list[list[tuple[Row, Member]]] = [[]]
+
+    def is_full(*more: tuple[Row, Member]) -> bool:
+        rows = tuple(row for row, _ in (*packs[-1], *more))
+        return bool(packs[-1]) and MicroBatch(rows, ()).num_tokens > max_tokens
+
     for p in range(len(prompts_P)) if groups is None else groups:
         num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
-        group = tuple(
-            (prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids)
+        group: list[tuple[Row, Member]] = [
+            ((prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids), (p, g))
             for g, ids in enumerate(ids_PG[p])
-        )
-        if not packs or size + MicroBatch(group, ()).num_tokens > max_tokens:
+        ]
+        if is_full(*group):
             packs.append([])
-            size = 0
-        for g, (prompt, ids) in enumerate(group):
-            more = len(ids)
-            if not packs[-1] or packs[-1][-1][0][0] is not prompt:
-                more += len(prompt.token_ids)
-            if packs[-1] and size + more > max_tokens:
+        for entry in group:
+            if is_full(entry):
                 packs.append([])
-                size = 0
-                more = len(ids) + len(prompt.token_ids)
-            size += more
-            packs[-1].append(((prompt, ids), (p, g)))
+            packs[-1].append(entry)
     return [
         MicroBatch(tuple(row for row, _ in pack), tuple(member for _, member in pack))
         for pack in packs
@@ -406,8 +403,6 @@ class TrainStep:
     """In the order of the steps; the first is computed with the weights of the rollout."""
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
-    collective: bool
-    """Whether every rank must take part in each forward (ZeRO-3)."""
     optimizer_step: Callable[[float, float], StepOutcome]
     """`Backend.step`, called with (learning rate, gradient scale)."""
     measures_rise: bool = False
@@ -427,6 +422,7 @@ class TrainStep:
     """The backwards of the first step, if it `measures_rise`: rows, log-probs and loss mask."""
 
     def __post_init__(self) -> None:
+        self.collective = is_sharded(self.policy.module)
         self._learner_metrics = LearnerMetrics(self.dist.device)
         limit = self.config.optimizer.max_kept_tokens
         self._max_kept_tokens = math.inf if limit is None else limit

@@ -10,6 +10,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean, variance
 from typing import Any, Literal, TypeVar
@@ -323,6 +324,11 @@ def raise_if_interrupted(dist: Dist) -> None:
 T = TypeVar("T")
 
 
+def skipping(on_bad_row: OnBadRow) -> AbstractContextManager[None]:
+    """With 'skip', a row that cannot be used ends only the block, without an error."""
+    return suppress(UnusableSampleError) if on_bad_row == "skip" else nullcontext()
+
+
 class PromptOrder:
     """Each draw of the run takes the next row of one source, in shuffled order. Sources take turns
     so that their shares are exact. Every epoch of a source has another order."""
@@ -382,15 +388,11 @@ class PromptOrder:
     def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
         rows = self._sources[source]
         for step in range(len(rows)):
-            try:
+            with skipping(self._on_bad_row):
                 index = self._index(source, position, step)
                 item = build(copied_pictures(read_row(rows, index, f"data.train.{source}")))
-            except UnusableSampleError:
-                if self._on_bad_row == "error":
-                    raise
-                continue
-            self.num_replaced += step > 0
-            return item
+                self.num_replaced += step > 0
+                return item
         raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
 
 
@@ -411,7 +413,7 @@ def first_samples(
     for source, index in map(mixture.draw, range(num_samples)):
         if index >= len(sources[source]):
             continue
-        try:
+        with skipping(on_bad_row):
             key = f"data.validation.{source}"
             sample = copied_pictures(read_row(sources[source], index, key))
             row = f"{key}, row {index}"
@@ -421,9 +423,6 @@ def first_samples(
                     "one: held-out noise and file names are derived from it"
                 )
             samples.append(sample)
-        except UnusableSampleError:
-            if on_bad_row == "error":
-                raise
     return samples
 
 
@@ -433,13 +432,9 @@ def usable(
     """The samples that `build_prompt` accepts; with 'error', raises for one that it rejects."""
     accepted = []
     for sample in samples:
-        try:
+        with skipping(on_bad_row):
             build_prompt(sample)
-        except UnusableSampleError:
-            if on_bad_row == "error":
-                raise
-            continue
-        accepted.append(sample)
+            accepted.append(sample)
     return accepted
 
 
