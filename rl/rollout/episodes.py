@@ -130,42 +130,34 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     episode = functools.partial(
         Episode, group_id, arm.prompt, arm.completion, arm.action, noise_seed, image
     )
-    floor = config.algorithm.policy_failed_reward
-    if arm.failure is not None:
-        return episode(Status.POLICY_FAILED, floor, failure=arm.failure)
-    for reading in arm.readings:
-        failed = reading.picture.failure
-        if failed is not None and failed.blame == "policy":
-            return episode(Status.POLICY_FAILED, floor, failure=failed.reason)
+    lost = [r.picture.failure for r in arm.readings if r.picture.failure is not None]
+    by_policy = [failure.reason for failure in lost if failure.blame == "policy"]
+    if arm.failure is not None or by_policy:
+        failure = by_policy[0] if arm.failure is None else arm.failure
+        floor = config.algorithm.policy_failed_reward
+        return episode(Status.POLICY_FAILED, floor, failure=failure)
 
+    graded = [reading.grades for reading in arm.readings if reading.picture.failure is None]
+    outputs = [(name, grade) for grades in graded for name, grade in grades.items()]
+    ungraded = [(name, grade) for name, grade in outputs if grade.failure is not None]
+    causes = [f"renderer: {failure.reason}" for failure in lost]
+    causes += [f"{name}: {grade.failure}\n{grade.traceback}".rstrip() for name, grade in ungraded]
     parts: dict[str, list[float]] = {}
     replies: dict[str, tuple[str, ...]] = {}
-    causes: list[str] = []
-    failures: list[str | None] = []
+    for name, grade in outputs:
+        replies[name] = replies.get(name, ()) + grade.replies
     rewards: list[float] = []
     variances: list[float | None] = []
-    judge_s = 0.0
-    for reading in arm.readings:
-        failed = reading.picture.failure
-        if failed is not None:
-            causes.append(f"renderer: {failed.reason}")
-            failures.append(None)
-            continue
-        for name, grade in reading.grades.items():
-            replies[name] = replies.get(name, ()) + grade.replies
-            judge_s = max(judge_s, grade.seconds)
-            if grade.failure is not None:
-                failures.append(grade.failure)
-                causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
-        values = values_of(reading.grades)
+    for grades in graded:
+        values = values_of(grades)
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
         # Outside of training there are no rewards, so there are no grades.
-        reward = compose(values, config.final_reward) if reading.grades else None
+        reward = compose(values, config.final_reward) if grades else None
         if reward is not None:
             rewards.append(reward)
-            variances.append(judge_variance(reading.grades, config.final_reward))
+            variances.append(judge_variance(grades, config.final_reward))
     fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
@@ -174,16 +166,15 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
             for name, grade in (first.grades if first else {}).items()
             if grade.regions
         },
-        "judge_s": judge_s,
+        "judge_s": max((grade.seconds for _, grade in outputs), default=0.0),
+        "failure": "; ".join(causes) or None,
     }
-    is_counted = not rewards or config.judge.unreadable == "lowest"
-    if failures and is_counted:
-        fields["unreadable"] = all(map(is_unreadable, failures))
+    if causes and (not rewards or config.judge.unreadable == "lowest"):
+        fields["unreadable"] = not lost and all(is_unreadable(g.failure) for _, g in ungraded)
     if not rewards:
-        fields["failure"] = "; ".join(causes) or "no reward"
+        fields["failure"] = fields["failure"] or "no reward"
         return episode(Status.UNGRADED, None, **fields)
     fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}
-    fields["failure"] = "; ".join(causes) or None
     return episode(Status.SCORED, fmean(rewards), **fields)
 
 

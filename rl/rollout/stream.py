@@ -486,8 +486,5 @@ def _shuffled(
     rewards = [reward for row in global_PG for reward in row]
     random.Random(seed).shuffle(rewards)
     start = dist.rank * len(rewards_PG)
-    shuffled_PG: list[list[float | None]] = []
-    for row in global_PG:
-        shuffled_PG.append(rewards[: len(row)])
-        rewards = rewards[len(row) :]
-    return shuffled_PG[start : start + len(rewards_PG)]
+    taken = iter(rewards)
+    return [[next(taken) for _ in row] for row in global_PG][start : start + len(rewards_PG)]
