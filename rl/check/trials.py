@@ -88,7 +88,7 @@ async def grade_once(
     if reward is None:
         return None, wrong
     inputs_G = [inputs, inputs] if reward.scores_groups() else [inputs]
-    output, *_ = await scores(plugin.key, reward, inputs_G)
+    output, *_ = await scores(reward, inputs_G)
     label = f"{plugin.key}: closing {plugin.name}"
     _, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.close, reward.close)
     if wrong:

@@ -510,7 +510,9 @@ ADAPTER = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
+    "engine.adapter": ("served", ""),
     "engine.share_base_weights": (False, ""),
+    "engine.tensor_parallel_size": (1, ""),
     "evaluation.judge": (None, "give a reward a judge and `held_out_only: true`"),
     "judge.audit_max_fallback": (None, ""),
     "judge.audit_min_accuracy": (None, "see judge.audit_min_auroc"),
@@ -518,6 +520,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.attention_backend": ("auto", ""),
     "renderer.cfg_in_one_forward": (True, ""),
     "renderer.compile_blocks": (False, ""),
+    "rewards.*.batch_size": (16, "clip scores pictures one by one"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose

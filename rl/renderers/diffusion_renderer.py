@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
@@ -119,30 +119,27 @@ def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
 # Noise schedules of flow-matching checkpoints, and the loop over their steps.
 
 
+KEPT: Any = None
+"""Default of a key that keeps the checkpoint's value; null is not a value for it."""
+
+
 class SchedulerOverrides(Section):
     """Keys of the checkpoint's scheduler config to replace; omitted keys keep their values.
 
     For Lightning adapters, set base_shift = max_shift = log 3 and shift_terminal = null.
     """
 
-    use_dynamic_shifting: bool | None = None
+    use_dynamic_shifting: bool = KEPT
     """Shift the sigmas by the picture's size (base_shift, max_shift), not by a constant `shift`."""
-    base_shift: float | None = None
+    base_shift: float = KEPT
     """Log shift for a picture of base_image_seq_len tokens (usually 256)."""
-    max_shift: float | None = None
+    max_shift: float = KEPT
     """Log shift for a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); between the
     two lengths, it is interpolated linearly in the number of tokens."""
-    shift: Annotated[float, Field(gt=0, le=1000)] | None = None
+    shift: Annotated[float, Field(gt=0, le=1000)] = KEPT
     """Constant shift factor, with use_dynamic_shifting: false."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
-
-    @model_validator(mode="after")
-    def _only_shift_terminal_may_be_null(self) -> SchedulerOverrides:
-        for key in sorted(self.model_fields_set - {"shift_terminal"}):
-            if getattr(self, key) is None:
-                raise ValueError(f"{key}: null is invalid; omit it to keep the checkpoint's value")
-        return self
 
 
 def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory
+from rl.api.types import RenderJob
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig, Unread
 from rl.meter import denoising_flops
@@ -79,6 +80,11 @@ class DenoisingConfig(FrozenModelConfig):
     scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
     """Values that replace keys of the checkpoint's scheduler config, for few-step adapters."""
 
+    @property
+    def most_sources(self) -> int:
+        """Limit of source pictures per sample."""
+        return getattr(self, "max_pictures", 1)
+
 
 def fit_area(area_px: int, source_size: Size) -> Size:
     """(width, height) in px, multiples of 32, of about `area_px` with the aspect of `source_size`.
@@ -99,6 +105,23 @@ def output_size(config: DenoisingConfig, source_size: Size) -> Size:
     if config.height_px is not None and config.width_px is not None:
         return config.width_px, config.height_px
     return fit_area(config.output_area_px, source_size)
+
+
+class Bucket(NamedTuple):
+    """The settings that jobs must share to be drawn in one batch."""
+
+    output: Size
+    """Size of the rendered picture."""
+    conditions: tuple[Size, ...]
+    """Size of each source as the VAE sees it."""
+
+
+def edit_bucket(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
+    """The picture has the aspect of the last source. None: no source, so no picture."""
+    if not (sources := job.sample.sources):
+        return None
+    conditions = tuple(fit_area(config.condition_area_px, source.size) for source in sources)
+    return Bucket(output_size(config, sources[-1].size), conditions)
 
 
 # ---- qwen image plugin base ----------------------------------------------------------------------
@@ -180,11 +203,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         width = transformer_value(config, cls.state_dim_key)
         is_known = width is None and config.model_path in cls.hub_parameters
         return cls.hub_state_dim if is_known else width
-
-
-def max_pictures(config: DenoisingConfig) -> int:
-    """Limit of source pictures per sample."""
-    return getattr(config, "max_pictures", 1)
 
 
 def rows_per_picture(config: DenoisingConfig) -> int:

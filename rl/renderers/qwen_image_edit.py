@@ -20,7 +20,6 @@ from rl.renderers.qwen_image_config import (
     ConfigT,
     DenoisingConfig,
     QwenImage,
-    max_pictures,
     output_area_px,
     rows_per_picture,
 )
@@ -77,7 +76,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
             picture=cls.picture,
-            max_pictures=max_pictures(config),
+            max_pictures=config.most_sources,
         )
 
     @classmethod
@@ -107,7 +106,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
         folder = Path(config.model_path)
         drawn_px, source_px = output_area_px(config), config.condition_area_px
         rows = config.batch_size * rows_per_picture(config)
-        area_px = drawn_px + max_pictures(config) * source_px
+        area_px = drawn_px + config.most_sources * source_px
         modulation = HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
         if folder.is_dir():
             modulation = num_parameters(folder / "transformer", lambda n: not cls.is_on_device(n))

@@ -100,7 +100,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
      "engine.type: ... transformers ... ZeRO-3 ... 'vllm' ... optimizer.zero_stage <= 2"),
     ({"evaluation": {"every_n_iterations": 5}}, "data.validation: ... empty ... evaluation.every"),
-    ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.adapter: ... 512 ... policy.lora.r (513)"),
+    ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.type: ... 512 ... policy.lora.r (513)"),
     ({"policy": QWEN | {"device": "cuda:1"}},
      "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
     ({"policy": QWEN | {"device": "cuda:+1"}}, "policy.device: ... 'cuda:+1' ... own device"),

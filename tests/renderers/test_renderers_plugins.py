@@ -197,9 +197,9 @@ def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> Non
         "sd3": {
             "transformer": num_parameters(sd3.transformer)
             + sd3.transformer.pos_embed.pos_embed.numel(),
-            "text_encoder": sd3.text.encoders[0],
-            "text_encoder_2": sd3.text.encoders[1],
-            "text_encoder_3": sd3.text.encoder_3,
+            "text_encoder": sd3.text_encoder,
+            "text_encoder_2": sd3.text_encoder_2,
+            "text_encoder_3": sd3.text_encoder_3,
             "vae": sd3.vae,
         },
     }
@@ -244,7 +244,11 @@ def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
     assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE_TOL
     modules = [loaded.parts.transformer, loaded.parts.vae]
     if name == "sd3":
-        modules += [*loaded.parts.text.encoders, loaded.parts.text.encoder_3]
+        modules += [
+            loaded.parts.text_encoder,
+            loaded.parts.text_encoder_2,
+            loaded.parts.text_encoder_3,
+        ]
     for module in modules:
         assert not module.training and not any(p.requires_grad for p in module.parameters())
 
@@ -288,7 +292,11 @@ def test_a_device_in_the_config_overrides_the_default(folders: dict[str, Path], 
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
         parts = load(config_of(name, folders[name], device=device)).parts
         modules = [parts.transformer]
-        modules += [parts.vae.mean] if name == EDIT else [parts.vae, *parts.text.encoders]
+        modules += (
+            [parts.vae.mean]
+            if name == EDIT
+            else [parts.vae, parts.text_encoder, parts.text_encoder_2]
+        )
         assert {module.device.type for module in modules} == {expected}
 
 

@@ -25,7 +25,6 @@ from rl.renderers.qwen_image_denoiser import (
     Fp8Linear,
     ModulationTables,
     build_table,
-    move_without_modulation,
     round_blocks,
 )
 from rl.renderers.qwen_image_edit import QwenImageEdit
@@ -209,7 +208,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
     monkeypatch.setattr(qwen_image_denoiser, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
     config = QwenImageEdit.Config(type="x", fp8="storage")
-    prepare_transformer(transformer, config, "meta", move_without_modulation)
+    prepare_transformer(transformer, config, "meta")
     assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
 
