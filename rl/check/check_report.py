@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from rl.check.this_machine import (
     machine_problems,
 )
 from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
-from rl.config.loading import FOLDER, GONE, escaped, find_config, not_a_file, own_and_base
+from rl.config.loading import FOLDER, GONE, base_of, escaped, evaluate, find_config, not_a_file
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
@@ -255,11 +256,13 @@ BY_NAME = ("rewards", "weights")
 
 @dataclass(frozen=True)
 class Origin:
-    """A config's own values and those of the file that it is built upon, as `own_and_base`."""
+    """A config's own values, and those of the file that it is built upon, as `base_of`."""
 
     own: Values = field(default_factory=dict)
     base: Values = field(default_factory=dict)
     name: str = ""
+    text: str = ""
+    """The file's text and the overrides."""
 
 
 UNKNOWN = Origin()
@@ -268,7 +271,11 @@ UNKNOWN = Origin()
 def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
     """The origin of the config in the file at `path`."""
     file = find_config(path)
-    return Origin(**own_and_base(file, overrides, os.environ)) if file else UNKNOWN
+    own = evaluate(file, overrides, os.environ)[0] if file else None
+    if file is None or own is None:
+        return UNKNOWN
+    name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
+    return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
 
 
 def changes(origin: Origin) -> dict[str, list[str]]:
@@ -291,10 +298,10 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
     for plugin in resolved.plugins:
         now |= _leaves(plugin.config.model_dump(mode="json"), f"{plugin.key}.")
     lines = []
-    for section, base in _replaced(origin.own, origin.base):
+    for section, lost in _replaced(origin.own, origin.base, origin.text):
         texts = [
             f"{key} {_text(value, MAX_CHARS // 3)}"
-            for key, value in base.items()
+            for key, value in lost.items()
             if value != now.get(f"{section}.{key}", ...)
         ]
         if texts:
@@ -306,11 +313,11 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
 
 def explained(problems: Sequence[str], origin: Origin) -> list[str]:
     """The problems of a config; a missing key says that the imported file has it, if it does."""
-    known = [key for key, _ in _leaves(origin.base) if "." in key]
+    known = dict(_leaves(origin.base))
     lines = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
-        if key in known and rest.startswith("missing"):
+        if "." in key and key in known and rest.startswith("missing"):
             problem += f"; {origin.name} has it: {_remedy(key.rpartition('.')[0])} to keep it"
         lines.append(problem)
     return lines
@@ -321,26 +328,25 @@ def _leaves(values: Values, at: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{at}{key}.")
-        elif key != "+":
+        else:
             yield f"{at}{key}", value
 
 
-def _replaced(own: Values, base: Values, at: str = "") -> Iterator[tuple[str, Values]]:
-    """(dotted key, what it lacks of `base`) of each section replaced without `+`."""
+def _replaced(own: Values, base: Values, text: str, at: str = "") -> Iterator[tuple[str, Values]]:
+    """(dotted key, what it lacks of `base`) of each section of the same type that `text` writes as
+    `key: {`, not as `key+: {`."""
     for key, was in base.items():
         new: Any = own.get(key)
         are_sections = isinstance(was, Mapping) and isinstance(new, Mapping)
         if are_sections and new.get("type", was.get("type")) == was.get("type"):
-            if "+" not in new and key not in BY_NAME:
+            if key not in BY_NAME and re.search(rf"\b{re.escape(key)}[:=] *{{", text):
                 yield f"{at}{key}", {name: was[name] for name in was if name not in new}
-            yield from _replaced(new, was, f"{at}{key}.")
+            yield from _replaced(new, was, text, f"{at}{key}.")
 
 
 def _remedy(section: str) -> str:
-    text = "..."
-    for part in reversed(section.split(".")):
-        text = f"{part}+: {{ {text} }}"
-    return f"write {text}"
+    parts = section.split(".")
+    return f"write {'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
 
 
 def _text(value: Any, max_chars: int) -> str:

@@ -465,9 +465,7 @@ def test_each_row_has_the_keys_that_shrink_it_unless_they_are_set() -> None:
     """The fullest phase, its largest rows, then keys, the cheapest for the user first."""
     [problem] = unfit(shipped("vlm_reasoning", "optimizer.gradient_checkpointing=false"), 24)
     first, *_, last = remedies([problem])
-    assert holds(
-        problem, "'learn' (activations of one forward 38.7, policy weights 3.8 ... ; what"
-    )
+    assert holds(problem, "'learn' (activations of one forward 38.7, policy weights 3.8 ... ; what")
     assert (first, last) == (
         "optimizer.gradient_checkpointing=mlp",
         "optimizer.max_tokens_per_micro_batch=1",
