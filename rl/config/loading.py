@@ -12,7 +12,6 @@ import stat
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
@@ -147,28 +146,22 @@ def _sentence(
         return f"{key}: unknown key; {_nearest_key(model, loc, at, values)}"
     if kind == "value_error":  # the section's own message
         return f"{key}: {problem['ctx']['error']}"
-    if kind == "json_invalid" or not loc:
+    if not loc:
         return f"{key}: {problem['msg']}"
     field = _field_at(model, loc)
     description = f" ({' '.join(field.description.split())})" if field and field.description else ""
     if kind == "missing":
         return f"{key}: missing{description}"
-    value = json.dumps(problem["input"])
+    given = problem["input"]
+    value = json.dumps(given)
     value = value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 3]}..."
-    allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should ")
-    must = "must" if kind.startswith("string_pattern") else "must be"
-    literals = re.findall("'(.+?)'", allowed) if kind == "literal_error" else []
-    close = difflib.get_close_matches(str(problem["input"]), literals, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    if kind.startswith("string_type") and isinstance(problem["input"], int | float):
+    must = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
+    hint = ""
+    if kind == "string_type" and isinstance(given, int | float):
         hint = f"; write it in quotes (on the command line: \"{key}='{value}'\")"
-    elif isinstance(problem["input"], str) and not (kind.startswith("string") or literals):
-        with suppress(ValueError):
-            json.loads(problem["input"])
-            hint = (
-                "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
-            )
-    return f"{key}: {value} given, {must} {allowed}{hint}{description}"
+    elif isinstance(given, str) and kind.endswith(("_type", "_parsing")) and kind != "string_type":
+        hint = "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
+    return f"{key}: {value} given, {must}{hint}{description}"
 
 
 def _nearest_key(
@@ -268,14 +261,12 @@ def located(text: str) -> str:
         return text
     package, _, inside = text.removeprefix(SCHEME).partition("/")
     spec = find_spec(package) if package.isidentifier() else None
-    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    if not folders:
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             f"{text!r} given, but no package {package!r} is installed here; write "
             f"{SCHEME}<package>/<path inside it>, or a path"
         )
-    paths = [folder / inside for folder in folders]
-    return str(next((path for path in paths if not_a_file(path) != GONE), paths[0]))
+    return str(Path(spec.submodule_search_locations[0], inside))
 
 
 # ---- jsonnet -------------------------------------------------------------------------------------
@@ -515,30 +506,31 @@ LONGEST_PROMPT = 1280
 """Tokens: 1065 for a 256x256 picture, the rest for the instruction and the prefill."""
 
 FIXED: Values = {
-    "policy": {"type": "emu3", "lora": None},
-    "engine": {"type": "vllm"},
-    "renderer": {"type": "emu3_vq"},
-    "judge": {"max_tokens": 1400},
-    "algorithm": {
-        # EARL uses 1e-4 with rewards from 0 to 10.
-        "advantage_eps": 1e-5,
-        "loss": "dapo",
-        "zero_spread_groups": "keep",
-        "truncated_completions": "floor",
-    },
-    "optimizer": {
-        "backend": "deepspeed",
-        "zero_stage": 2,
-        "betas": [0.9, 0.999],
-        "gradient_checkpointing": True,
-        "max_kept_tokens": 0,
-    },
-    "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
-    "tracking": {"wandb": "online"},
+    "policy.type": "emu3",
+    "policy.lora": None,
+    "engine.type": "vllm",
+    "renderer.type": "emu3_vq",
+    "judge.max_tokens": 1400,
+    "algorithm.advantage_eps": 1e-5,  # EARL uses 1e-4 with rewards from 0 to 10.
+    "algorithm.loss": "dapo",
+    "algorithm.zero_spread_groups": "keep",
+    "algorithm.truncated_completions": "floor",
+    "optimizer.backend": "deepspeed",
+    "optimizer.zero_stage": 2,
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.gradient_checkpointing": True,
+    "optimizer.max_kept_tokens": 0,
+    "evaluation.every_n_iterations": 100,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_k": 2048,
+    "tracking.wandb": "online",
 }
 """Constants of EARL's code. EARL had no held-out evaluation; the one here uses its val set."""
 
 MOVED: Mapping[str, str] = {
+    "run_name": "run_name",
+    "base_exp_dir": "base_exp_dir",
+    "num_iterations": "num_iterations",
     "random_seed": "seed",
     "model_path": "policy.model_path",
     "model_revision": "policy.revision",
@@ -551,6 +543,8 @@ MOVED: Mapping[str, str] = {
     "vision_only_cycle_steps": "policy.vision_only_cycle_steps",
     "vision_only_steps": "policy.vision_only_steps",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "emu3_use_logit_processor": "policy.constrained",
+    "model_context_size": "engine.max_model_len",
     "learning_rate": "optimizer.learning_rate",
     "kl_coeff": "algorithm.kl_coeff",
     "generations_per_sample": "generations_per_prompt",
@@ -567,8 +561,8 @@ MOVED: Mapping[str, str] = {
 }
 """EARL's name -> our key, for fields that differ only in name; null keeps the default."""
 
-KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
-"""EarlFields of the same name and meaning."""
+KEPT = frozenset(name for name, key in MOVED.items() if name == key and "." not in name)
+"""EARL's fields of the same name and meaning."""
 
 FINAL_REWARDS: Mapping[str, Values] = {
     "viescore": {"weights": {"viescore": 1}},
@@ -607,7 +601,7 @@ class Converted(BaseModel):
     )
 
 
-_OTHERS: Values = dict.fromkeys(KEPT.union(MOVED) - set(Converted.model_fields), (Any, None))
+_OTHERS: Values = dict.fromkeys(set(MOVED) - set(Converted.model_fields), (Any, None))
 EarlFields = create_model("EarlFields", __base__=Converted, **_OTHERS)
 """All 43 fields of EARL."""
 
@@ -630,18 +624,22 @@ def from_earl(
     fields, problems = validate(EarlFields, flat)
     if fields is None:
         return {}, problems
-    run = deepcopy(FIXED) | {"run_name": file_name}
-    for name, value in flat.items():
-        if name in KEPT or name in MOVED:
-            _put(run, MOVED.get(name, name), value)
-    problems = _convert(fields, run)
+    converted, problems = _converted(fields)
+    moved = {MOVED[name]: value for name, value in flat.items() if name in MOVED}
+    run: Values = {}
+    for key, value in (FIXED | {"run_name": file_name} | moved | converted).items():
+        *parents, name = key.split(".")
+        section = run
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
     if not _merge(run, direct)["data"]["validation"]:
-        _put(run, "evaluation.every_n_iterations", 0)
+        run["evaluation"]["every_n_iterations"] = 0
     return _merge(run, direct), problems
 
 
-def _convert(fields: Converted, run: Values) -> list[str]:
-    """Writes the converted `fields` into `run`; returns the problems found.
+def _converted(fields: Converted) -> tuple[Values, list[str]]:
+    """(dotted key -> value, problems).
 
     These meanings differ from EARL: `coefficients` are exact shares of an endless mixture (EARL
     copies data sets or takes fixed subsets); a short context reduces `max_response_tokens`; a
@@ -655,16 +653,14 @@ def _convert(fields: Converted, run: Values) -> list[str]:
             f"coefficients: {len(coefficients)} for {len(paths)} train_paths_file; give one each, "
             "or [] for equal shares"
         )
+    episodes, group = fields.episodes_per_iteration, fields.generations_per_sample
+    if episodes % group:
+        problems.append(
+            f"episodes_per_iteration: {episodes} completions are not whole groups of {group} "
+            f"(generations_per_sample); use a multiple of {group}"
+        )
     # No coefficients: every set is upsampled to the largest, that is, all have equal shares.
     shares = [{"coefficient": c} for c in coefficients] or [{} for _ in paths]
-    run["data"] = {
-        "train": [
-            {"type": "emu3_tokens", "path": path} | share
-            for path, share in zip(paths, shares, strict=False)
-        ],
-        "validation": [{"type": "emu3_tokens", "path": path} for path in fields.val_paths_file],
-    }
-
     context, response = fields.model_context_size, fields.max_response_tokens
     prompt = fields.max_prompt_len or max(LONGEST_PROMPT, context - response)
     longest = min(response, context - prompt, fields.max_completion_len or response)
@@ -672,45 +668,26 @@ def _convert(fields: Converted, run: Values) -> list[str]:
         problems.append(
             f"model_context_size: {context} leaves no room beside a prompt of {prompt} tokens"
         )
-    _put(run, "policy.max_prompt_tokens", prompt)
-    _put(run, "sampling.max_completion_tokens", longest)
-    _put(run, "engine.max_model_len", context)
-    if (batch_size := fields.per_device_batch_size) is not None:
-        _put(run, "optimizer.max_tokens_per_micro_batch", batch_size * (prompt + longest))
-
-    _put(run, "policy.constrained", fields.emu3_use_logit_processor)
-    if fields.emu3_use_logit_processor != fields.separate_language_and_vision_vocabs:
-        problems.append(
-            "emu3_use_logit_processor, separate_language_and_vision_vocabs: one is true and one "
-            "false, so that the trainer would not train what was sampled; set both to one value"
-        )
-
-    final = fields.reward_final_reward
-    run["final_reward"] = FINAL_REWARDS[final]
-    run["rewards"] = {}
-    for name in ("viescore", "ground_score"):
-        if getattr(fields, f"reward_compute_{name}"):
-            run["rewards"][name] = {"type": name}
-        elif name in final:
-            problems.append(
-                f"reward_final_reward: {final} needs {name}; set reward_compute_{name}: true"
-            )
-
-    episodes, group = fields.episodes_per_iteration, fields.generations_per_sample
-    run["prompts_per_iteration"] = episodes // group
-    if episodes % group:
-        problems.append(
-            f"episodes_per_iteration: {episodes} completions are not whole groups of {group} "
-            f"(generations_per_sample); use a multiple of {group}"
-        )
-    return problems
-
-
-def _put(run: Values, key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        run = run.setdefault(section, {})
-    run[name] = value
+    computed = {
+        "viescore": fields.reward_compute_viescore,
+        "ground_score": fields.reward_compute_ground_score,
+    }
+    values: Values = {
+        "data.train": [
+            {"type": "emu3_tokens", "path": path} | share
+            for path, share in zip(paths, shares, strict=False)
+        ],
+        "data.validation": [{"type": "emu3_tokens", "path": p} for p in fields.val_paths_file],
+        "policy.max_prompt_tokens": prompt,
+        "sampling.max_completion_tokens": longest,
+        "final_reward": FINAL_REWARDS[fields.reward_final_reward],
+        "rewards": {name: {"type": name} for name, is_computed in computed.items() if is_computed},
+        "prompts_per_iteration": episodes // group,
+    }
+    if fields.per_device_batch_size is not None:
+        tokens = fields.per_device_batch_size * (prompt + longest)
+        values["optimizer.max_tokens_per_micro_batch"] = tokens
+    return values, problems
 
 
 def _merge(base: Values, over: Mapping[str, Any]) -> Values:
