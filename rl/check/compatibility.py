@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -320,17 +320,14 @@ HARMLESS = (
     "*.device",  # but see `check_resume`
 )  # fmt: skip
 
-SYNC_POINTS = (
+SCHEDULE = (
+    "num_iterations", "num_epochs",  # the length sets the speed of the learning rate's decay
     "checkpoint.save_every_n_iterations", "checkpoint.push_to_hub_every_n_iterations",
     "evaluation.every_n_iterations", "data.validation",  # the whole key: the list is empty
 )  # fmt: skip
-"""Looked up before `HARMLESS`. Harmless on-policy. With `max_staleness: 1`, a rollout starts only
-when a checkpoint or evaluation is done, so these keys decide which iterations train on stale
-completions."""
-
-LENGTH = ("num_iterations", "num_epochs")
-"""Harmless on-policy with a constant learning rate. The length sets the speed of a decay and, with
-`max_staleness: 1`, the iteration after which no rollout starts early."""
+"""Noted; looked up before `HARMLESS`. With `max_staleness: 1`, a rollout starts only when a
+checkpoint or evaluation is done, so these keys decide which iterations train on stale completions;
+without it most of them change nothing."""
 
 NOTED = (
     # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank splits its
@@ -366,7 +363,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     in_both = old.get("rewards", {}).keys() & new.get("rewards", {}).keys()
     changed = (_held_out_only(old) | _held_out_only(new)) - in_both  # nothing is trained on them
-    old_flat, new_flat = _flatten(_without(old, changed)), _flatten(_without(new, changed))
+    old_flat, new_flat = _flat(old, changed), _flat(new, changed)
     breaking: list[str] = []
     noted: list[str] = []
     for key in old_flat | new_flat:
@@ -394,7 +391,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that no resume may change, by dotted key."""
-    flat = _flatten(_without(config, _held_out_only(config)))
+    flat = _flat(config, _held_out_only(config))
     return {key: value for key, value in flat.items() if effect(key, config) == "breaks"}
 
 
@@ -403,45 +400,40 @@ def _held_out_only(config: Mapping[str, Any]) -> set[str]:
     return {name for name, section in rewards.items() if section.get("held_out_only")}
 
 
-def _without(config: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
-    """`config` without the rewards `names`."""
-    rewards = {name: each for name, each in config.get("rewards", {}).items() if name not in names}
-    return {**config, "rewards": rewards}
-
-
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
     """The effect of resuming with another value of `key` (dotted, list items by number). `config`:
     the resolved new one. For a device key: another device of the same kind."""
 
-    def is_in(patterns: tuple[str, ...]) -> bool:
-        return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-    stale = bool(config.get("max_staleness"))
-    decays = config.get("optimizer", {}).get("final_lr_fraction", 1.0) != 1.0
     judge = config.get("judge", {})
     if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
         return "harmless"  # no judge is asked
     key = re.sub(r"^rewards\.[^.]+\.judge\.", "judge.", key)  # a reward's own judge
-    if is_in(SYNC_POINTS):
-        return "noted" if stale else "harmless"
-    if is_in(LENGTH):
-        return "noted" if stale or decays else "harmless"
-    if is_in(HARMLESS):
-        return "harmless"
-    return "noted" if is_in(NOTED) else "breaks"
+    effects: Sequence[tuple[Effect, Sequence[str]]] = (
+        ("noted", SCHEDULE),
+        ("harmless", HARMLESS),
+        ("noted", NOTED),
+    )
+    for its_effect, patterns in effects:
+        if any(fnmatchcase(key, pattern) for pattern in patterns):
+            return its_effect
+    return "breaks"
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value. Items of lists have keys, too, so that a changed item is one line."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat or {prefix: list(value) if isinstance(value, tuple) else value}
+def leaves(value: Any, at: str = "", of_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section, nor a list if `of_lists`: the items of lists
+    then have keys, so that a changed item is one line."""
+    is_list = of_lists and isinstance(value, list | tuple)
+    if value and (is_list or isinstance(value, Mapping)):
+        for key, item in enumerate(value) if is_list else value.items():
+            yield from leaves(item, f"{at}.{key}" if at else str(key), of_lists)
+    else:
+        yield at, list(value) if isinstance(value, tuple) else value
+
+
+def _flat(config: Mapping[str, Any], left_out: Set[str]) -> dict[str, Any]:
+    """Dotted key -> value, without the rewards `left_out`."""
+    rewards = {name: r for name, r in config.get("rewards", {}).items() if name not in left_out}
+    return dict(leaves({**config, "rewards": rewards}, of_lists=True))
 
 
 # ---- memory remedies -----------------------------------------------------------------------------

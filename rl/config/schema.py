@@ -20,7 +20,6 @@ from rl.config.loading import (
     is_folder,
     located,
     nearest,
-    not_a_file,
     printable,
     shipped_configs,
     validate,
@@ -566,18 +565,11 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _no_config(path: str) -> str:
     """Why `path` is no config file, and the likely fix."""
-    if "://" in path:
-        return f"{path} is a URL: download the file, and give its path"
-    if "=" in path:
-        return f"{path}: the config comes first, then key=value"
     if is_folder(path):
-        record = Path(path, "config.json")
-        own = f", or its record of it: {record}" * (not not_a_file(record))
-        return f"{path} is a folder: give the config file that its run was started with{own}"
+        return f"{path} is a folder: give the config file that its run was started with"
     path_of = {Path(name).stem: name for name in shipped_configs()}
     near = difflib.get_close_matches(Path(path).stem, path_of, n=1)
-    all_of_them = f"the {len(path_of)} shipped ones: ls {configs_folder()}"
-    hint = f"did you mean {path_of[near[0]]!r}?" if near else all_of_them
+    hint = f"did you mean {path_of[near[0]]!r}?" if near else f"ls {configs_folder()}"
     return f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"
 
 
