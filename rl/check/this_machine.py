@@ -61,7 +61,8 @@ def fetch_small_files(resolved: Resolved) -> list[str]:
 def fetch_weights(resolved: Resolved) -> list[str]:
     """Download the weights likewise, in one process, with progress bars. (Ranks download files that
     this misses.) Returns the problems."""
-    return _fetch(resolved, _weight_files)
+    endings = (".safetensors*", "-*-of-*")
+    return _fetch(resolved, lambda of: [Path(n).stem + end for n in of.weights for end in endings])
 
 
 def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) -> list[str]:
@@ -87,11 +88,6 @@ def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) 
                     "folder, or fetch it by `hf download` (a gated one needs HF_TOKEN)"
                 )
     return problems
-
-
-def _weight_files(model: ModelFiles) -> list[str]:
-    stems = [Path(name).stem for name in model.weights]
-    return [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
 
 
 def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:

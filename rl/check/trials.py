@@ -48,32 +48,21 @@ ROWS = ((3, 1.0), (1, -0.5))
 """(tokens, advantage) of two made-up completions."""
 
 
-def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
-    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model.
-    Rewards that read hidden keys and renderers that read hidden
-    states are left out: the keys and the width of the states are unknown."""
-    renderer = resolved.renderer.cls
-    skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
-    return [
-        *(
-            plugin
-            for plugin in resolved.rewards.values()
-            if not (plugin.cls.needs_judge or plugin.cls.runs_model)
-            and not plugin.cls.needs_with(plugin.config) - READABLE
-        ),
-        *([] if skips_renderer else [resolved.renderer]),
-    ]
-
-
 def dry_problems(resolved: Resolved) -> list[str]:
-    """A message for each plugin that raises an error or returns something unusable."""
-    problems = []
-    for plugin in plugins_to_try(resolved):
-        if issubclass(plugin.cls, Reward):
-            inputs = made_up_input(resolved)
+    """A message for each plugin that raises an error or returns something unusable.
+
+    Called are rewards and renderers that ask no judge and load no model, and losses. Rewards that
+    read hidden keys and renderers that read hidden states are left out: the keys and the width of
+    the states are unknown.
+    """
+    problems, inputs = [], made_up_input(resolved)
+    for plugin in resolved.rewards.values():
+        is_light = not (plugin.cls.needs_judge or plugin.cls.runs_model)
+        if is_light and not plugin.cls.needs_with(plugin.config) - READABLE:
             problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
-        else:
-            problems += _renderer_problems(plugin, made_up_input(resolved).sample)
+    renderer = resolved.renderer
+    if not renderer.cls.runs_model and renderer.cls.accepts != "hidden_states":
+        problems += _renderer_problems(renderer, inputs.sample)
     return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 
@@ -222,6 +211,8 @@ class JudgeCheck:
     """A line for each reward that was asked or skipped; endpoints that are down, if one answers."""
     dialects: dict[str, Dialect] = field(default_factory=dict)
     """API base -> dialect."""
+    down: list[str] = field(default_factory=list)
+    """Why endpoints cannot be reached."""
 
 
 async def ask_judge(
@@ -235,47 +226,45 @@ async def ask_judge(
     `sample`: a row of the run's data, whose source is graded; fields that it lacks are made up.
     `num_sources`: source pictures of a sample that is made up.
     """
-    reward_input = _reward_input(resolved, sample, num_sources)
-    result, down = JudgeCheck(), []
-    for base_result in await asyncio.gather(
-        *(_ask_base(resolved, base, wait_s, sample is None, reward_input) for base in api_bases)
-    ):
-        if isinstance(base_result, JudgeUnreachableError):
-            down.append(str(base_result))
-            continue
-        result.problems += base_result.problems
-        result.lines += base_result.lines
-        result.dialects |= base_result.dialects
-    if result.dialects:
-        result.lines += down
-    else:
-        result.problems += down
+    reward_input, result = _reward_input(resolved, sample, num_sources), JudgeCheck()
+    await asyncio.gather(
+        *(
+            _ask_base(resolved, base, wait_s, sample is None, reward_input, result)
+            for base in api_bases
+        )
+    )
+    (result.lines if result.dialects else result.problems).extend(result.down)
     return result
 
 
 async def _ask_base(
-    resolved: Resolved, base: str, wait_s: float, is_made_up: bool, reward_input: RewardInput
-) -> JudgeCheck | JudgeUnreachableError:
+    resolved: Resolved,
+    base: str,
+    wait_s: float,
+    is_made_up: bool,
+    reward_input: RewardInput,
+    result: JudgeCheck,
+) -> None:
     # A run waits, e.g. until a quota is renewed; before a run, such a wait is a problem to report.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
         client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
     except ValueError as error:  # a bad key, proxy or certificate in the environment
-        return JudgeCheck([f"judge: {error}"])
-    result = JudgeCheck(dialects=client.dialects())
+        result.problems.append(f"judge: {error}")
+        return
     try:
         await client.check_health(wait_s)
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
                 await _ask_reward(plugin, client, base, is_made_up, reward_input, result)
+        result.dialects |= client.dialects()
     except JudgeUnreachableError as error:
-        return error
+        result.down.append(str(error))
     except JudgeError as error:
         result.problems.append(f"judge: {error}")
     finally:
         await client.aclose()
-    return result
 
 
 async def _ask_reward(

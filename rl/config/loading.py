@@ -167,20 +167,16 @@ def _sentence(
 def _nearest_key(
     model: type[BaseModel], loc: Sequence[str], at: str, values: Mapping[str, Any]
 ) -> str:
-    """Suggests the nearest key of the same section, else another section that has this key."""
+    """Suggests a section that has this very key, else the nearest key of the same section."""
     name = loc[-1][:MAX_SHOWN]
+    keys = [key for key, other in sections(model, at) if name in other.model_fields]
+    if not at and not loc[1:]:
+        # `model` does not know the keys of plugins, but the file may state this one.
+        keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
+    if keys:
+        return f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
-    known = list(section.model_fields) if section else []
-    is_top = not (at or loc[1:])
-    if is_top or not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        keys = [key for key, other in sections(model, at) if name in other.model_fields]
-        if is_top:  # `model` does not know the keys of plugins, but the file may state this one
-            keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
-        if keys:
-            return (
-                f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
-            )
-    return nearest(name, known)
+    return nearest(name, list(section.model_fields) if section else [])
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:

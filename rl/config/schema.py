@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl.config import loading
 from rl.config.loading import (
@@ -39,15 +39,9 @@ MAX_S = 1e7
 """Four months; timers do not accept much more."""
 
 
-def _zero_or_at_least(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"{temperature:g} given, must be 0 or at least {MIN_TEMPERATURE}")
-    return temperature
-
-
 MIN_TEMPERATURE = 1e-3
 """A smaller temperature makes logits infinite."""
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_at_least)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 PluginSection = dict[str, Any]
