@@ -292,6 +292,9 @@ class Row:
     phases: Sequence[str]
     """The phases in which it takes memory."""
 
+    def __str__(self) -> str:
+        return f"{self.part} {self.gb:.1f}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -314,6 +317,12 @@ class Plan:
     def peak_gb(self) -> float:
         """The largest sum of any phase."""
         return max(self.total_gb(phase) for phase in self.phases)
+
+    def fullest(self) -> tuple[str, list[Row]]:
+        """(the phase with the largest sum, its rows, the largest first)."""
+        phase = max(self.phases, key=self.total_gb)
+        rows = [row for row in self.rows if phase in row.phases]
+        return phase, sorted(rows, key=lambda row: -row.gb)
 
     def with_engine(self, phases: Sequence[str]) -> Plan:
         """This plan with the engine's memory taken in `phases` instead."""
@@ -494,9 +503,8 @@ def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | No
     """Why the plan does not fit into `available_gb`; [] if it does, or a size is unknown."""
     if planned is None or available_gb is None or planned.peak_gb <= available_gb:
         return []
-    phase = max(HOST_PHASES, key=planned.total_gb)
-    rows = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
-    parts = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
+    phase, rows = planned.fullest()
+    parts = ", ".join(map(str, rows))
     remedy = "use fewer ranks, or a machine with more memory"
     if "engine asleep" in parts:
         remedy += (

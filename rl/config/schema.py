@@ -21,7 +21,6 @@ from rl.config.loading import (
     is_folder,
     located,
     nearest,
-    not_a_file,
     printable,
     shipped_configs,
     validate,
@@ -41,15 +40,9 @@ MAX_S = 1e7
 """Four months; timers do not accept much more."""
 
 
-def _zero_or_at_least(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"{temperature:g} given, must be 0 or at least {MIN_TEMPERATURE}")
-    return temperature
-
-
 MIN_TEMPERATURE = 1e-3
 """A smaller temperature makes logits infinite."""
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_at_least)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 PluginSection = dict[str, Any]
@@ -618,18 +611,11 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _no_config(path: str) -> str:
     """Why `path` is no config file, and the likely fix."""
-    if "://" in path:
-        return f"{path} is a URL: download the file, and give its path"
-    if "=" in path:
-        return f"{path}: the config comes first, then key=value"
     if is_folder(path):
-        record = Path(path, "config.json")
-        own = f", or its record of it: {record}" * (not not_a_file(record))
-        return f"{path} is a folder: give the config file that its run was started with{own}"
+        return f"{path} is a folder: give the config file that its run was started with"
     path_of = {Path(name).stem: name for name in shipped_configs()}
     near = difflib.get_close_matches(Path(path).stem, path_of, n=1)
-    all_of_them = f"the {len(path_of)} shipped ones: ls {configs_folder()}"
-    hint = f"did you mean {path_of[near[0]]!r}?" if near else all_of_them
+    hint = f"did you mean {path_of[near[0]]!r}?" if near else f"ls {configs_folder()}"
     return f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"
 
 

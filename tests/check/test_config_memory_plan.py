@@ -459,8 +459,8 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "expected_gb"),
     [
-        ({}, 64 * 1.024),
-        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64 * 1.024),
+        ({}, 64),
+        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64),
         ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
         (  # a cgroup inside a smaller one
             {
@@ -473,13 +473,12 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_host_memory_is_the_smallest_limit(
-    tmp_path, files: dict[str, str], expected_gb: float
+    tmp_path, monkeypatch, files: dict[str, str], expected_gb: float
 ) -> None:
-    assert host_memory_gb(tmp_path) is None
-    files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
+    pages = {"SC_PHYS_PAGES": 16_000_000, "SC_PAGE_SIZE": 4000}
+    monkeypatch.setattr("rl.check.this_machine.os.sysconf", pages.__getitem__)
     for name, text in files.items():
-        base = "proc" if name in ("meminfo", "self/cgroup") else "sys/fs/cgroup"
-        file = tmp_path / base / name
+        file = tmp_path / ("proc" if name == "self/cgroup" else "sys/fs/cgroup") / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert host_memory_gb(tmp_path) == pytest.approx(expected_gb)
