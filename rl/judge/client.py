@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,10 @@ class JudgeError(RuntimeError):
 
 class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
     """The endpoint answers and refuses: wrong key, path, model or request."""
+
+
+class NotServedError(JudgeRefused):
+    """The endpoint does not serve `judge.model`."""
 
 
 class JudgeUnreachableError(JudgeError):
@@ -328,6 +332,26 @@ class Address:
             await asyncio.sleep(pause_s)
             await self._answers()
 
+    async def check_model(self) -> None:
+        """Raise `JudgeRefused` if it does not serve `judge.model`, `RequestTrouble` if no list of
+        models comes."""
+        response = await self.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
+        if response.status != 200:
+            self.refuse(response)
+        served, model = served_models(response.body), self._judge.config.model
+        if served is None:
+            raise JudgeRefused(
+                f"{self.url}/models answers, but not as an OpenAI-compatible endpoint: "
+                f"{body_excerpt(response)}\nCheck judge.api_base."
+            )
+        if model not in served:
+            names = ", ".join(excerpt(name, SHOWN_NAME_CHARS) for name in served[:10]) or "nothing"
+            raise NotServedError(
+                f"{self.url} does not serve judge.model={model!r}; it serves: {names}. Set "
+                "judge.model to one of these; or, in a run that began with another model, which "
+                "grades differently, serve that one again, or start a new run."
+            )
+
     async def _check_name(self, model: str | None) -> None:
         """Log, once per name, that a model other than `judge.model` has answered. Raises
         `JudgeRefused` if `judge.model` is no longer served."""
@@ -338,23 +362,18 @@ class Address:
         name = excerpt(model, SHOWN_NAME_CHARS)
         if name in logged or len(logged) >= MAX_NAMES:
             return
-        difference = f"{self.url} answers as {name!r}, asked for judge.model={configured!r}"
-        served = None
-        with suppress(RequestTrouble):
-            response = await self.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
-            served = served_models(response.body) if response.status == 200 else None
-        if served is not None and configured not in served:
-            raise JudgeRefused(
-                f"{difference}, which it does not serve any more; it serves: {names_in(served)}. "
-                "Remedy: serve that model again, or start a new run with the other model, which "
-                "grades differently."
-            )
+        try:
+            await self.check_model()
+        except NotServedError:
+            raise
+        except (RequestTrouble, JudgeRefused):
+            pass  # not every gateway lists its models
         logged.append(name)
         log.warning(
-            "%s: this is fine if both names mean the same model. A different model grades "
-            "differently: set judge.model to the intended model, or turn the gateway's fallback "
-            "off (judge/other_model_replies counts such replies)",
-            difference,
+            "%s answers as %r, asked for judge.model=%r: this is fine if both names mean the same "
+            "model. A different model grades differently: set judge.model to the intended model, "
+            "or turn the gateway's fallback off (judge/other_model_replies counts such replies)",
+            *(self.url, name, configured),
         )
 
     async def aclose(self) -> None:
@@ -368,10 +387,6 @@ def body_excerpt(response: HttpAnswer) -> str:
     if response.unusable and not response.body:
         return f"(a body {response.unusable})"
     return excerpt(response.body.decode("utf-8", "replace"), SHOWN_BODY_CHARS) or "(empty body)"
-
-
-def names_in(served: Sequence[str]) -> str:
-    return ", ".join(excerpt(name, SHOWN_NAME_CHARS) for name in served[:10]) or "nothing"
 
 
 # ---- client --------------------------------------------------------------------------------------
@@ -494,10 +509,7 @@ class JudgeClient:
         started_s = time.monotonic()
         while True:
             try:
-                response = await address.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
-                if response.status != 200:
-                    address.refuse(response)
-                break
+                await address.check_model()
             except RequestTrouble as trouble:
                 now_s = time.monotonic()
                 if trouble.is_tls:
@@ -507,20 +519,10 @@ class JudgeClient:
                         f"no judge at {address.url} after {now_s - started_s:.0f} s ({trouble}): "
                         "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
-            await asyncio.sleep(min(1.0, self._health_ends_s - now_s))
-        served = served_models(response.body)
-        if served is None:
-            raise JudgeRefused(
-                f"{address.url}/models answers, but not as an OpenAI-compatible endpoint: "
-                f"{body_excerpt(response)}\nCheck judge.api_base."
-            )
-        if self.config.model not in served:
-            raise JudgeRefused(
-                f"{address.url} does not serve judge.model={self.config.model!r}; it "
-                f"serves: {names_in(served)}. Set judge.model to one of these."
-            )
-        self._health_ends_s = min(self._health_ends_s, time.monotonic() + LATE_S)
-        return ""
+                await asyncio.sleep(min(1.0, self._health_ends_s - now_s))
+            else:
+                self._health_ends_s = min(self._health_ends_s, time.monotonic() + LATE_S)
+                return ""
 
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0

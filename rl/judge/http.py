@@ -7,13 +7,14 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -86,15 +87,10 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     lines = [line.split() for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"{where} is empty; write the judge's URL into it")
-    # A comment may follow an address; a later line of several words without one is a comment.
-    addresses = [
-        parts[0] for parts in lines if parts is lines[0] or len(parts) == 1 or _is_address(parts[0])
-    ]
-    for address in addresses:
-        if not _is_address(address):
-            raise ValueError(f"{where}: {address[:80]!r} is neither a URL nor host:port")
+    # A comment may follow an address; a line of several words without one is a comment.
+    addresses = [words[0] for words in lines if len(words) == 1 or _is_address(words[0])]
+    if not all(map(_is_address, addresses or [""])):
+        raise ValueError(f"{where} is empty, or {addresses} are neither URLs nor host:port")
     return [(address, where) for address in addresses]
 
 
@@ -178,32 +174,30 @@ LOGPROBS_REMEDY = (
 
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
     """What the user can do about an HTTP refusal. `location`: target of a redirect."""
-    if status in (401, 403):
-        setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
-        return (
-            "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
-            f"({setting})."
-        )
-    if status == 402:
-        return "Remedy: pay for this endpoint, or set judge.api_base to another one."
-    if status == 407:
-        return "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY)."
-    if status == 429:
-        return (
-            f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
-            "each rank), or a higher quota; wait, or pay, if the quota is used up."
-        )
-    if status == 404:
-        return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
     if location is not None:
         return f"Remedy: set judge.api_base to where it points ({location})."
-    return (
+    setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
+    key = (
+        "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
+        f"({setting})."
+    )
+    by_status = {
+        401: key,
+        402: "Remedy: pay for this endpoint, or set judge.api_base to another one.",
+        403: key,
+        404: f"Remedy: check the path in judge.api_base and judge.model={config.model!r}.",
+        407: "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY).",
+        429: f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
+        "each rank), or a higher quota; wait, or pay, if the quota is used up.",
+    }
+    return by_status.get(
+        status,
         "Remedy: this endpoint does not accept the request. It needs a vision-language model "
         f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
         "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
         "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
         f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
-        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'.",
     )
 
 
@@ -219,7 +213,6 @@ SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
-_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
 HEADERS = {
@@ -280,13 +273,18 @@ class JudgeHttp:
         # A proxy from the environment cannot reach this machine's own loopback.
         proxy = None if is_loopback(api_base) else _proxy_for(api_base)
         self._via_proxy = f", through the proxy that {PROXY_VARIABLES} names" if proxy else ""
-        is_tls = api_base.startswith("https:")
-        tls = _tls_context() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        limits = httpx.Limits(max_connections=max_connections)
         try:
             # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
             self._transport = httpx.AsyncHTTPTransport(
-                tls, limits=httpx.Limits(max_connections=max_connections), proxy=proxy
+                api_base.startswith("https:"), limits=limits, proxy=proxy
             )
+        except OSError as error:
+            raise ValueError(
+                f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')}: no certificates can be read "
+                f"there ({error.strerror or error}): set it to those of the issuer of the judge's "
+                "certificate, or unset it"
+            ) from None
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
@@ -302,13 +300,13 @@ class JudgeHttp:
         Raises `RequestTrouble` (timeout, transport) if no answer came, or if the body of a 2xx is
         incomplete. An answer of any other status is returned with as much body as was read.
         """
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        timeouts = {"connect": min(CONNECT_TIMEOUT_S, timeout_s)}
         request = httpx.Request(
             method,
             self._api_base + path,
             headers=self._headers,
             content=body,
-            extensions={"timeout": timeout.as_dict()},
+            extensions={"timeout": timeouts},
         )
         response: httpx.Response | None = None
         received = bytearray()
@@ -317,19 +315,13 @@ class JudgeHttp:
             # httpx's own limits are per read: a reply that trickles in would never exceed them.
             async with asyncio.timeout(timeout_s):
                 response = await self._transport.handle_async_request(request)
-                unusable = await _receive(response, received)
-        except (TimeoutError, httpx.TimeoutException):
-            if response is None or response.is_success:
-                detail = f"no reply within {timeout_s:g} s{self._via_proxy}"
-                raise RequestTrouble("timeout", detail) from None
+                async with aclosing(response):
+                    unusable = await _receive(response, received)
         except Exception as error:
             # Malformed bytes from outside raise errors that share no base class: httpx's own, an
             # ssl.SSLError, a UnicodeError for a host name.
             if response is None or response.is_success:
-                remedy = _tls_remedy(error)
-                detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
-                detail += self._via_proxy + (remedy and f"; {remedy}")
-                raise RequestTrouble("transport", detail, is_tls=bool(remedy)) from None
+                raise self._trouble(error, timeout_s) from None
         return HttpAnswer(
             request=f"{method} {request.url}",
             status=response.status_code,
@@ -338,6 +330,13 @@ class JudgeHttp:
             retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
         )
+
+    def _trouble(self, error: Exception, timeout_s: float) -> RequestTrouble:
+        if isinstance(error, TimeoutError | httpx.TimeoutException):
+            return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
+        remedy = _tls_remedy(error)
+        detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS) + self._via_proxy
+        return RequestTrouble("transport", detail + (remedy and f"; {remedy}"), is_tls=bool(remedy))
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -350,17 +349,14 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
     """
     if header is None:
         return None
-    # float() alone would also take 1e400, 'infinity', 1_0 and other scripts' digits.
-    if _SECONDS.fullmatch(header.strip()):
+    seconds = math.nan
+    with suppress(ValueError, TypeError, LookupError, OverflowError):
+        until = parsedate_to_datetime(header)
+        until = until if until.tzinfo else until.replace(tzinfo=UTC)
+        seconds = (until - (now or datetime.now(UTC))).total_seconds()
+    with suppress(ValueError):
         seconds = float(header)
-    else:
-        try:
-            until = parsedate_to_datetime(header)
-            until = until if until.tzinfo else until.replace(tzinfo=UTC)
-            seconds = (until - (now or datetime.now(UTC))).total_seconds()
-        except (ValueError, TypeError, LookupError, OverflowError):
-            return None
-    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S)
+    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S) if math.isfinite(seconds) else None
 
 
 def _tls_remedy(error: BaseException | None) -> str:
@@ -377,35 +373,20 @@ def _tls_remedy(error: BaseException | None) -> str:
     return ""
 
 
-def _tls_context() -> ssl.SSLContext:
-    """Trusts the certificates of SSL_CERT_FILE, else SSL_CERT_DIR, else certifi."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        file = os.environ.get("SSL_CERT_FILE")
-        raise ValueError(
-            f"SSL_CERT_FILE={file}: no certificates can be read there ({error.strerror or error}): "
-            "set it to those of the issuer of the judge's certificate, or unset it"
-        ) from None
-
-
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     """Append the body to `received`. Returns why it was not read to its end, or None."""
     limit = MAX_REPLY_BYTES if response.is_success else MAX_ERROR_PAGE_BYTES
     encoding = response.headers.get("Content-Encoding", "").strip()
-    try:
-        if encoding.lower() not in ("", "identity"):
-            return (
-                f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_HEADER_CHARS)}), which "
-                "was not asked for: turn compression off in the endpoint or the gateway before it"
-            )
-        async for chunk in response.aiter_raw():
-            received += chunk
-            if len(received) > limit:
-                del received[limit:]
-                return f"longer than {limit} bytes"
-    finally:
-        await response.aclose()
+    if encoding.lower() not in ("", "identity"):
+        return (
+            f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_HEADER_CHARS)}), which "
+            "was not asked for: turn compression off in the endpoint or the gateway before it"
+        )
+    async for chunk in response.aiter_raw():
+        received += chunk
+        if len(received) > limit:
+            del received[limit:]
+            return f"longer than {limit} bytes"
     return None
 
 
@@ -514,17 +495,26 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply; the first reply under a key is kept."""
+    """Key -> raw reply; the first reply under a key is kept. A file of JSON lines; one with the
+    reply null cancels those before it under its key."""
 
     def __init__(self, path: Path) -> None:
-        path = current_path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._replies = _load(path)
-        self._path = path
-        self._has_warned = False
+        self._path = current_path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in lines_of(self._path) if line.endswith(b"\n")]
+        self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
+        # A process killed while writing leaves half a line; the next line must not join it.
+        self._file.truncate(sum(map(len, lines)))
+        self._replies: dict[str, str] = {}
+        for line in lines:
+            match row_of(line):
+                case {"key": str(key), "reply": str(reply)}:
+                    self._replies.setdefault(key, reply)
+                case {"key": str(key), "reply": None}:
+                    self._replies.pop(key, None)
         self._failed: set[str] = set()
         """Keys of the replies to questions for which no reply was usable."""
-        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
+        self._has_warned = False
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
@@ -541,46 +531,23 @@ class ReplyJournal:
 
     def drop_unusable(self) -> None:
         """Drop the replies that `note_failed` noted: they are requested again, also on resume."""
-        while self._failed:
-            key = self._failed.pop()
-            if self._replies.pop(key, None) is not None:
-                self._write(key, None)
+        for key in self._failed & self._replies.keys():
+            del self._replies[key]
+            self._write(key, None)
+        self._failed.clear()
 
     def _write(self, key: str, reply: str | None) -> None:
-        """Append an entry; `reply` None cancels the file's earlier entry under that key."""
         try:
             append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
         except Exception as error:  # whatever the error, the reply is in memory
             if not self._has_warned:
-                self._has_warned = True
                 reason = getattr(error, "strerror", None) or repr(error)
-                log.warning(
-                    "%s: %s; replies that are not saved will be asked for again after a restart",
-                    self._path,
-                    reason,
-                )
+                text = "%s: %s; replies that are not saved will be asked for again after a restart"
+                log.warning(text, self._path, reason)
+            self._has_warned = True
 
     def close(self) -> None:
         self._file.close()
-
-
-def _load(path: Path) -> dict[str, str]:
-    lines = lines_of(path)
-    if lines and not lines[-1].endswith(b"\n"):
-        # A process killed while writing leaves half a line; the next line must not join it.
-        with open(path, "r+b", opener=private) as file:
-            file.truncate(sum(map(len, lines[:-1])))
-        lines.pop()
-    replies: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        match row_of(line):
-            case {"key": str(key), "reply": str(reply)}:
-                replies.setdefault(key, reply)
-            case {"key": str(key), "reply": None}:
-                replies.pop(key, None)
-            case _:
-                log.warning("%s line %d is not an entry; its question is asked again", path, number)
-    return replies
 
 
 # ---- background ----------------------------------------------------------------------------------
@@ -600,9 +567,17 @@ class BackgroundLoop:
     """Runs coroutines until `close()`. Use one per process: an httpx pool works in one loop."""
 
     def __init__(self, name: str = "background-loop") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name=name, daemon=True
+        )
         self._thread.start()
+        self._loop, self._end = self._ready.result()
+
+    async def _serve(self) -> None:
+        end = asyncio.Event()
+        self._ready.set_result((asyncio.get_running_loop(), end))
+        await end.wait()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `coro` in the loop; its result, exception or cancellation arrives in the future.
@@ -624,28 +599,14 @@ class BackgroundLoop:
         return future.result()
 
     def close(self) -> None:
-        """Cancel all coroutines, wait at most `JOIN_TIMEOUT_S` for them, and stop the thread. Does
-        nothing a second time."""
-        if self._loop.is_closed():
-            return
-        with suppress(TimeoutError):  # a coroutine that ignores its cancellation
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_TIMEOUT_S)
-        self._loop.close()
+        """Cancel all coroutines and wait at most `JOIN_TIMEOUT_S` for them. Does nothing a second
+        time."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(JOIN_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()  # a thread may hang; close() has a timeout
