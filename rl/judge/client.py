@@ -193,14 +193,16 @@ class Address:
         """A question goes to the address that is up and lowest in this order."""
         return asking.failures[self], self.rests_until_s > time.monotonic(), self.num_in_flight
 
-    async def exchange(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> HttpAnswer:
-        """Send one request. Raises `RequestTrouble` if no answer comes."""
+    async def exchange(self, body: bytes | None = None) -> HttpAnswer:
+        """Send a question, or ask for the list of models (`body` None). Raises `RequestTrouble` if
+        no answer comes."""
         self._judge.stats.requests += 1
         self.num_in_flight += 1
         try:
-            return await self._http.request(method, path, body, timeout_s)
+            if body is None:
+                return await self._http.request("GET", "/models", None, HEALTH_TIMEOUT_S)
+            timeout_s = self._judge.config.timeout_s
+            return await self._http.request("POST", "/chat/completions", body, timeout_s)
         finally:
             self.num_in_flight -= 1
 
@@ -210,19 +212,17 @@ class Address:
 
         Raises `RequestTrouble` if there is no reply, `JudgeRefused` if a person must act.
         """
-        stats, without = self._judge.stats, set(self.dialect.names)
+        without = set(self.dialect.names)
         while True:
             request.num_sent += 1
             sent_s = time.monotonic()
-            response = await self.exchange(
-                "POST", "/chat/completions", request.body(without), self._judge.config.timeout_s
-            )
+            response = await self.exchange(request.body(without))
             if response.status < 500:
-                stats.latencies_s.append(time.monotonic() - sent_s)
+                self._judge.stats.latencies_s.append(time.monotonic() - sent_s)
             refused = refused_parameter(response.status, response.body, request.sent(without))
             if refused is None:
                 break
-            stats.retries["parameter"] += 1
+            self._judge.stats.retries["parameter"] += 1
             without.add(refused)
         if not response.is_success:
             self.refuse(response, request)
@@ -240,8 +240,8 @@ class Address:
             log.warning("the judge at %s is asked without %s from now on", self.url, names)
         self.works()
         self.answered.add(request.shape)
-        stats.prompt_tokens += chat.tokens[0]
-        stats.completion_tokens += chat.tokens[1]
+        self._judge.stats.prompt_tokens += chat.tokens[0]
+        self._judge.stats.completion_tokens += chat.tokens[1]
         await self._check_name(chat.model)
         return chat
 
@@ -298,7 +298,7 @@ class Address:
         try:
             if self._judge.proven is not None:
                 await self.send(self._judge.proven)
-            elif (await self.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)).status >= 500:
+            elif (await self.exchange()).status >= 500:
                 return False
         except JudgeRefused:
             pass  # the next question meets it
@@ -330,12 +330,13 @@ class Address:
     async def _recover(self, pause_s: float) -> None:
         while not self.is_up:
             await asyncio.sleep(pause_s)
-            await self._answers()
+            if not self.is_up:
+                await self._answers()
 
     async def check_model(self) -> None:
         """Raise `JudgeRefused` if it does not serve `judge.model`, `RequestTrouble` if no list of
         models comes."""
-        response = await self.exchange("GET", "/models", None, HEALTH_TIMEOUT_S)
+        response = await self.exchange()
         if response.status != 200:
             self.refuse(response)
         served, model = served_models(response.body), self._judge.config.model

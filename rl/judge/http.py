@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
-_VERSION = re.compile(r"v\d[a-z0-9]*")
+_VERSION = re.compile(r"/v\d[a-z0-9]*(/|$)")
 
 
 def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
@@ -100,8 +100,7 @@ def _is_address(text: str) -> bool:
 
 def _normalise(url: str, where: str) -> str:
     url = url if "://" in url else f"http://{url}"
-    without_scheme = url.partition("://")[2]
-    if "@" in without_scheme.partition("/")[0] or "?" in without_scheme or "#" in without_scheme:
+    if re.search(r"[?#]|://[^/]*@", url):
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "
@@ -109,13 +108,10 @@ def _normalise(url: str, where: str) -> str:
         )
     try:
         parts = urlsplit(url)
-        segments = [segment for segment in parts.path.split("/") if segment]
-        if segments[-2:] == ["chat", "completions"]:
-            segments = segments[:-2]
+        path = parts.path.rstrip("/").removesuffix("/chat/completions")
         # A path that already contains a version (/v1beta/openai) is kept as it is.
-        if not any(_VERSION.fullmatch(segment) for segment in segments):
-            segments.append("v1")
-        base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+        path = path if _VERSION.search(path) else f"{path}/v1"
+        base = f"{parts.scheme}://{parts.netloc}{path}"
         parsed = httpx.URL(base)
         # `port` raises ValueError beyond 65535.
         if parsed.scheme not in ("http", "https") or not parsed.raw_host or parts.port == 0:
