@@ -22,7 +22,7 @@ from rl.config.schema import JudgeConfig
 from rl.judge.http import (
     CONTENT,
     LOGPROBS_REMEDY,
-    SHOWN_HEADER_CHARS,
+    SHOWN_CHARS,
     TOO_MANY_REQUESTS,
     Dialect,
     HttpAnswer,
@@ -169,8 +169,7 @@ class Address:
     sent again. If that fails, too, the address is down, and checked until it answers.
     """
 
-    def __init__(self, judge: JudgeClient, url: str, name: str) -> None:
-        """`name`: how log lines name the address."""
+    def __init__(self, judge: JudgeClient, url: str) -> None:
         self.url = url
         self.dialect = Dialect()
         self.answered: set[object] = set()
@@ -180,7 +179,6 @@ class Address:
         """End of the pause that its last Retry-After asked for, `time.monotonic`."""
         self.is_up = True
         self._judge = judge
-        self._name = name
         self._num_failures = 0
         """In a row."""
         self._replied_s = 0.0
@@ -262,7 +260,7 @@ class Address:
             # Other addresses accept this shape: this one is misconfigured and counts as down.
             self.take_down(f"refuses (HTTP {status} {body})")
             raise trouble
-        location = response.location and excerpt(response.location, SHOWN_HEADER_CHARS)
+        location = response.location and excerpt(response.location, SHOWN_CHARS)
         remedy = remedy_for(status, location, self._judge.config)
         if request and request.labels and "logprob" in body.lower():
             remedy = LOGPROBS_REMEDY
@@ -311,7 +309,7 @@ class Address:
     def works(self) -> None:
         """Note an answer that shows that the address works."""
         if not self.is_up:
-            log.warning("%s answers again after %.0f s", self._name, self._judge.down_s)
+            log.warning("the judge at %s answers again after %.0f s", self.url, self._judge.down_s)
         self.is_up, self._num_failures = True, 0
         self._replied_s = self._judge.replied_s = time.monotonic()
         self._judge.silent_since_s = math.inf
@@ -324,7 +322,8 @@ class Address:
         self._judge.is_silent_since(time.monotonic())
         self._judge.stats.breaker_openings += 1
         pause_s = CHECK_PAUSE_S * self._judge.haste
-        log.warning("%s %s: one probe every %.0f s until it answers", self._name, why, pause_s)
+        text = "the judge at %s %s: one probe every %.0f s until it answers"
+        log.warning(text, self.url, why, pause_s)
         self._recovery = asyncio.create_task(self._recover(pause_s))
 
     async def _recover(self, pause_s: float) -> None:
@@ -434,8 +433,7 @@ class JudgeClient:
         self._next_line_s = 0.0
         self._health_ends_s = math.inf
         urls = [api_base] if isinstance(api_base, str) else api_base
-        names = ["the judge"] if len(urls) == 1 else [f"the judge at {url}" for url in urls]
-        self.addresses = [Address(self, *each) for each in zip(urls, names, strict=True)]
+        self.addresses = [Address(self, url) for url in urls]
 
     @property
     def proven(self) -> Request | None:

@@ -35,7 +35,7 @@ from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
 # Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal.
 
 MAX_FILE_BYTES = 4096
-MAX_REASON_CHARS = 200
+SHOWN_CHARS = 200
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
 _VERSION = re.compile(r"/v\d[a-z0-9]*(/|$)")
@@ -117,7 +117,7 @@ def _normalise(url: str, where: str) -> str:
         if parsed.scheme not in ("http", "https") or not parsed.raw_host or parts.port == 0:
             raise ValueError(f"{base!r} has no http:// or https://, or no host or port")
     except (ValueError, httpx.InvalidURL) as error:
-        reason = excerpt(str(error), MAX_REASON_CHARS)
+        reason = excerpt(str(error), SHOWN_CHARS)
         raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
     return base
 
@@ -203,10 +203,6 @@ def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
-MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""At most this much of the body is read if the status is not 2xx."""
-SHOWN_HEADER_CHARS = 200
-SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
 TOO_MANY_REQUESTS = "http_429"
@@ -284,7 +280,7 @@ class JudgeHttp:
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
-                f" ({excerpt(str(error), SHOWN_ERROR_CHARS)}): set it to http://host:port, or name "
+                f" ({excerpt(str(error), SHOWN_CHARS)}): set it to http://host:port, or name "
                 "the judge's host in NO_PROXY"
             ) from None
 
@@ -331,7 +327,7 @@ class JudgeHttp:
         if isinstance(error, TimeoutError | httpx.TimeoutException):
             return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
         remedy = _tls_remedy(error)
-        detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS) + self._via_proxy
+        detail = excerpt(f"{type(error).__name__} {error}", SHOWN_CHARS) + self._via_proxy
         return RequestTrouble("transport", detail + (remedy and f"; {remedy}"), is_tls=bool(remedy))
 
     async def aclose(self) -> None:
@@ -371,18 +367,16 @@ def _tls_remedy(error: BaseException | None) -> str:
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     """Append the body to `received`. Returns why it was not read to its end, or None."""
-    limit = MAX_REPLY_BYTES if response.is_success else MAX_ERROR_PAGE_BYTES
     encoding = response.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
         return (
-            f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_HEADER_CHARS)}), which "
+            f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_CHARS)}), which "
             "was not asked for: turn compression off in the endpoint or the gateway before it"
         )
     async for chunk in response.aiter_raw():
         received += chunk
-        if len(received) > limit:
-            del received[limit:]
-            return f"longer than {limit} bytes"
+        if len(received) > MAX_REPLY_BYTES:
+            return f"longer than {MAX_REPLY_BYTES} bytes"
     return None
 
 
