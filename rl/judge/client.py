@@ -60,8 +60,6 @@ SUSPECT_FAILURES = 20
 QUIET_S = 10.0
 """A wait is not logged while its length so far plus the next pause is shorter than this."""
 LINE_EVERY_S = 60.0
-LATE_S = 15.0
-"""How long the health check still waits for other addresses once one has answered."""
 HEALTH_TIMEOUT_S = 10.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
@@ -431,7 +429,6 @@ class JudgeClient:
         self._jitter = random.Random()
         self._check = check
         self._next_line_s = 0.0
-        self._health_ends_s = math.inf
         urls = [api_base] if isinstance(api_base, str) else api_base
         self.addresses = [Address(self, url) for url in urls]
 
@@ -489,11 +486,10 @@ class JudgeClient:
         """Check that the judge answers and serves the model; returns the addresses that do.
 
         A server that is still starting has `wait_s` (and one more request) to answer. One
-        address is enough: the others get `LATE_S` more, then count as down, which is logged.
-        Raises `JudgeUnreachableError` or `JudgeRefused`.
+        address is enough: the others count as down, which is logged. Raises
+        `JudgeUnreachableError` or `JudgeRefused`.
         """
-        self._health_ends_s = time.monotonic() + wait_s
-        waits = (self._unreachable(address) for address in self.addresses)
+        waits = (self._unreachable(address, wait_s) for address in self.addresses)
         problems = await asyncio.gather(*waits)
         if all(problems):
             raise JudgeUnreachableError("\n".join(problems))
@@ -502,26 +498,24 @@ class JudgeClient:
                 address.take_down(f"did not answer the health check ({problem})")
         return [address.url for address in self.addresses if address.is_up]
 
-    async def _unreachable(self, address: Address) -> str:
-        """Why `address` has not answered before `_health_ends_s`; '' once it has. Raises
-        `JudgeRefused` if it answers and does not serve `judge.model`."""
+    async def _unreachable(self, address: Address, wait_s: float) -> str:
+        """Why `address` has not answered within `wait_s`; '' once it has. Raises `JudgeRefused` if
+        it answers and does not serve `judge.model`."""
         started_s = time.monotonic()
         while True:
             try:
                 await address.check_model()
+                return ""
             except RequestTrouble as trouble:
-                now_s = time.monotonic()
+                waited_s = time.monotonic() - started_s
                 if trouble.is_tls:
                     return f"{address.url} cannot be verified to be the judge ({trouble})"
-                if now_s >= self._health_ends_s:
+                if waited_s >= wait_s:
                     return (
-                        f"no judge at {address.url} after {now_s - started_s:.0f} s ({trouble}): "
-                        "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
+                        f"no judge at {address.url} after {waited_s:.0f} s ({trouble}): start it "
+                        "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
-                await asyncio.sleep(min(1.0, self._health_ends_s - now_s))
-            else:
-                self._health_ends_s = min(self._health_ends_s, time.monotonic() + LATE_S)
-                return ""
+            await asyncio.sleep(min(1.0, wait_s - waited_s))
 
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
