@@ -158,7 +158,7 @@ def examine(
     plugin, limits = resolved.rewards["viescore"], config.judge
 
     async def ask(api_base: str) -> Any:
-        client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
+        client = JudgeClient(limits.model_copy(update={"max_outage_s": 6.0}), api_base)
         try:
             audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
             if not attacked or audit.num_unreadable:  # an attack would raise JudgeError

@@ -193,13 +193,6 @@
     // Limit of tries per question. Transport errors and unreadable replies count; an answer that
     // asks to wait (HTTP 429, or any Retry-After) does not.
     max_attempts: 6,
-    // Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After.
-    backoff_s: 1.0,
-    // This many failures in a row open the circuit breaker; if the last is an HTTP 5xx, only if a
-    // question that was answered before fails now.
-    breaker_failures: 20,
-    // How long an open breaker holds requests back before one is let through, s.
-    breaker_pause_s: 15.0,
     // Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3.
     temperature: 0.0,
     // Longest judge reply, tokens.
@@ -209,8 +202,8 @@
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     // reply; for endpoints that support it (vLLM and OpenAI do).
     guided_json: 'never',
-    // How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
-    // questions back before they are given up as UNGRADED, s.
+    // How long a judge that is down, or asks to wait (HTTP 429, Retry-After), may hold questions
+    // back before they are given up as UNGRADED, s. Below 600 it shortens the pauses between tries.
     max_outage_s: 600.0,
     // What a picture counts as if no reply about it can be read after all tries (prose, a filter, a
     // refusal), while the judge answers others. lowest: the lowest rating, 0, so that a policy gains
@@ -231,13 +224,6 @@
     // The AUROC of right against wrong results that a judge must exceed: the audit's 95 % interval
     // decides (docs/judge.md).
     audit_min_auroc: 0.85,
-    // Largest standard deviation of repeated readings of one picture; rewards are 0 to 1.
-    audit_max_noise: 0.1,
-    // Largest share of results that get no usable reply: over all, and in each kind.
-    audit_max_ungraded: 0.05,
-    // How far an attack of `rl judge attack` may raise the mean reward: 0 = to that of an unchanged
-    // source or of another sample's result (the lower one), 1 = to that of the right result.
-    attack_max_gain: 0.25,
   },
 
   // Where the renderer runs: actors of a Ray cluster draw its pictures, each with a copy of the model

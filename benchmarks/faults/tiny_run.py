@@ -81,8 +81,6 @@ def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> d
             "api_base": judge.api_base,
             "model": MODEL,
             "timeout_s": 5.0,
-            "backoff_s": 0.02,
-            "breaker_pause_s": 0.1,
             "max_outage_s": 5.0,
         },
         "data": {"train": [{"type": "edit_jsonl", "path": str(rows)}]},

@@ -306,9 +306,8 @@ HARMLESS = (
     "evaluation.*", "data.validation.*",
     # These say where the judge is and how long to wait for it, not how it grades.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
-    "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
-    "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate", "judge.revision",
-    "judge.audit*", "judge.attack_max_gain",
+    "judge.max_concurrency", "judge.timeout_s", "judge.max_outage_s", "judge.max_failure_rate",
+    "judge.revision", "judge.audit*",
     "max_render_failure_rate", "hang_limit_s",
     "render_pool*",  # workers and ranks draw the same bits
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice

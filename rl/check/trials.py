@@ -363,6 +363,10 @@ def _reward_input(resolved: Resolved, sample: Sample | None, num_sources: int) -
 # `judge_audit.json` in the folder of the runs has the audits, one entry per judge (`judge.audit`).
 
 FILE = "judge_audit.json"
+MAX_NOISE = 0.1
+"""Largest standard deviation of repeated readings of one picture; rewards are 0 to 1."""
+MAX_UNGRADED = 0.05
+"""Largest share of results that get no usable reply: over all, and in each kind."""
 MIN_PAIRS = 8
 """A kind or category with fewer pairs decides nothing by itself."""
 RULES = 2
@@ -486,32 +490,31 @@ def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[s
         for row in unclear
         for low, high in [row.auroc_interval]
     ]
-    if result.noise_sd > limits.audit_max_noise:
+    if result.noise_sd > MAX_NOISE:
         failures.append(
             f"readings of one picture differ by {result.noise_sd:.3f} (standard deviation), above "
-            f"judge.audit_max_noise={limits.audit_max_noise:g}: raise the reward's n_evals"
+            f"{MAX_NOISE:g}: raise the reward's n_evals"
         )
     for kind, (share, at_least) in result.silent.items():
-        if share > limits.audit_max_ungraded:
-            (failures if at_least > limits.audit_max_ungraded else doubts).append(
-                f"{kind}: no usable reply to {share:.0%}, above "
-                f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}"
+        if share > MAX_UNGRADED:
+            (failures if at_least > MAX_UNGRADED else doubts).append(
+                f"{kind}: no usable reply to {share:.0%}, above {MAX_UNGRADED:.0%}"
             )
-    if few := too_few_graded(result, limits):
+    if few := too_few_graded(result):
         failures.append(few)
     return failures, [] if failures else doubts
 
 
-def too_few_graded(result: RewardAudit, limits: JudgeConfig, num_excused: int = 0) -> str:
+def too_few_graded(result: RewardAudit, num_excused: int = 0) -> str:
     """Why so many results are ungraded that an audit or attack shows nothing; '' if it does.
     `num_excused` ungraded ones do not count."""
     num_all = result.num_graded + result.num_ungraded
     num_lost = result.num_ungraded - num_excused
-    if num_lost < num_all and num_lost <= limits.audit_max_ungraded * num_all:
+    if num_lost < num_all and num_lost <= MAX_UNGRADED * num_all:
         return ""
     return (
-        f"{num_lost} of {num_all} results got no usable reply, above "
-        f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: {result.first_failure}"
+        f"{num_lost} of {num_all} results got no usable reply, above {MAX_UNGRADED:.0%}; the "
+        f"first: {result.first_failure}"
     )
 
 

@@ -248,13 +248,6 @@ class JudgeConfig(Section):
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
     """Limit of tries per question. Transport errors and unreadable replies count; an answer that
     asks to wait (HTTP 429, or any Retry-After) does not."""
-    backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
-    """Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After."""
-    breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
-    """This many failures in a row open the circuit breaker; if the last is an HTTP 5xx, only if a
-    question that was answered before fails now."""
-    breaker_pause_s: Annotated[float, Field(gt=0, le=MAX_S)] = 15.0
-    """How long an open breaker holds requests back before one is let through, s."""
     temperature: Temperature = 0.0
     """Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3."""
     max_tokens: Annotated[int, Field(ge=16, le=MAX_TOKENS)] = 512
@@ -265,8 +258,8 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that support it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
-    questions back before they are given up as UNGRADED, s."""
+    """How long a judge that is down, or asks to wait (HTTP 429, Retry-After), may hold questions
+    back before they are given up as UNGRADED, s. Below 600 it shortens the pauses between tries."""
     unreadable: Literal["ungraded", "lowest"] = "ungraded"
     """What a picture counts as if no reply about it can be read after all tries (prose, a filter, a
     refusal), while the judge answers others. lowest: the lowest rating, 0, so that a policy gains
@@ -286,13 +279,6 @@ class JudgeConfig(Section):
     audit_min_auroc: Annotated[float, Field(ge=0, le=1)] = 0.85
     """The AUROC of right against wrong results that a judge must exceed: the audit's 95 % interval
     decides (docs/judge.md)."""
-    audit_max_noise: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest standard deviation of repeated readings of one picture; rewards are 0 to 1."""
-    audit_max_ungraded: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Largest share of results that get no usable reply: over all, and in each kind."""
-    attack_max_gain: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """How far an attack of `rl judge attack` may raise the mean reward: 0 = to that of an unchanged
-    source or of another sample's result (the lower one), 1 = to that of the right result."""
 
 
 class RewardKeys(Section):

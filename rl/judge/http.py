@@ -7,13 +7,14 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -34,10 +35,10 @@ from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
 # Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal.
 
 MAX_FILE_BYTES = 4096
-MAX_REASON_CHARS = 200
+SHOWN_CHARS = 200
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
-_VERSION = re.compile(r"v\d[a-z0-9]*")
+_VERSION = re.compile(r"/v\d[a-z0-9]*(/|$)")
 
 
 def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
@@ -86,15 +87,10 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     lines = [line.split() for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"{where} is empty; write the judge's URL into it")
-    # A comment may follow an address; a later line of several words without one is a comment.
-    addresses = [
-        parts[0] for parts in lines if parts is lines[0] or len(parts) == 1 or _is_address(parts[0])
-    ]
-    for address in addresses:
-        if not _is_address(address):
-            raise ValueError(f"{where}: {address[:80]!r} is neither a URL nor host:port")
+    # A comment may follow an address; a line of several words without one is a comment.
+    addresses = [words[0] for words in lines if len(words) == 1 or _is_address(words[0])]
+    if not all(map(_is_address, addresses or [""])):
+        raise ValueError(f"{where} is empty, or {addresses} are neither URLs nor host:port")
     return [(address, where) for address in addresses]
 
 
@@ -104,8 +100,7 @@ def _is_address(text: str) -> bool:
 
 def _normalise(url: str, where: str) -> str:
     url = url if "://" in url else f"http://{url}"
-    without_scheme = url.partition("://")[2]
-    if "@" in without_scheme.partition("/")[0] or "?" in without_scheme or "#" in without_scheme:
+    if re.search(r"[?#]|://[^/]*@", url):
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "
@@ -113,19 +108,16 @@ def _normalise(url: str, where: str) -> str:
         )
     try:
         parts = urlsplit(url)
-        segments = [segment for segment in parts.path.split("/") if segment]
-        if segments[-2:] == ["chat", "completions"]:
-            segments = segments[:-2]
+        path = parts.path.rstrip("/").removesuffix("/chat/completions")
         # A path that already contains a version (/v1beta/openai) is kept as it is.
-        if not any(_VERSION.fullmatch(segment) for segment in segments):
-            segments.append("v1")
-        base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
+        path = path if _VERSION.search(path) else f"{path}/v1"
+        base = f"{parts.scheme}://{parts.netloc}{path}"
         parsed = httpx.URL(base)
         # `port` raises ValueError beyond 65535.
         if parsed.scheme not in ("http", "https") or not parsed.raw_host or parts.port == 0:
             raise ValueError(f"{base!r} has no http:// or https://, or no host or port")
     except (ValueError, httpx.InvalidURL) as error:
-        reason = excerpt(str(error), MAX_REASON_CHARS)
+        reason = excerpt(str(error), SHOWN_CHARS)
         raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
     return base
 
@@ -178,32 +170,30 @@ LOGPROBS_REMEDY = (
 
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
     """What the user can do about an HTTP refusal. `location`: target of a redirect."""
-    if status in (401, 403):
-        setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
-        return (
-            "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
-            f"({setting})."
-        )
-    if status == 402:
-        return "Remedy: pay for this endpoint, or set judge.api_base to another one."
-    if status == 407:
-        return "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY)."
-    if status == 429:
-        return (
-            f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
-            "each rank), or a higher quota; wait, or pay, if the quota is used up."
-        )
-    if status == 404:
-        return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
     if location is not None:
         return f"Remedy: set judge.api_base to where it points ({location})."
-    return (
+    setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
+    key = (
+        "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
+        f"({setting})."
+    )
+    by_status = {
+        401: key,
+        402: "Remedy: pay for this endpoint, or set judge.api_base to another one.",
+        403: key,
+        404: f"Remedy: check the path in judge.api_base and judge.model={config.model!r}.",
+        407: "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY).",
+        429: f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
+        "each rank), or a higher quota; wait, or pay, if the quota is used up.",
+    }
+    return by_status.get(
+        status,
         "Remedy: this endpoint does not accept the request. It needs a vision-language model "
         f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
         "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
         "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
         f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
-        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'.",
     )
 
 
@@ -213,13 +203,8 @@ def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
-MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""At most this much of the body is read if the status is not 2xx."""
-SHOWN_HEADER_CHARS = 200
-SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
-_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
 HEADERS = {
@@ -280,17 +265,22 @@ class JudgeHttp:
         # A proxy from the environment cannot reach this machine's own loopback.
         proxy = None if is_loopback(api_base) else _proxy_for(api_base)
         self._via_proxy = f", through the proxy that {PROXY_VARIABLES} names" if proxy else ""
-        is_tls = api_base.startswith("https:")
-        tls = _tls_context() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        limits = httpx.Limits(max_connections=max_connections)
         try:
             # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
             self._transport = httpx.AsyncHTTPTransport(
-                tls, limits=httpx.Limits(max_connections=max_connections), proxy=proxy
+                api_base.startswith("https:"), limits=limits, proxy=proxy
             )
+        except OSError as error:
+            raise ValueError(
+                f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')}: no certificates can be read "
+                f"there ({error.strerror or error}): set it to those of the issuer of the judge's "
+                "certificate, or unset it"
+            ) from None
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
-                f" ({excerpt(str(error), SHOWN_ERROR_CHARS)}): set it to http://host:port, or name "
+                f" ({excerpt(str(error), SHOWN_CHARS)}): set it to http://host:port, or name "
                 "the judge's host in NO_PROXY"
             ) from None
 
@@ -302,13 +292,13 @@ class JudgeHttp:
         Raises `RequestTrouble` (timeout, transport) if no answer came, or if the body of a 2xx is
         incomplete. An answer of any other status is returned with as much body as was read.
         """
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        timeouts = {"connect": min(CONNECT_TIMEOUT_S, timeout_s)}
         request = httpx.Request(
             method,
             self._api_base + path,
             headers=self._headers,
             content=body,
-            extensions={"timeout": timeout.as_dict()},
+            extensions={"timeout": timeouts},
         )
         response: httpx.Response | None = None
         received = bytearray()
@@ -317,19 +307,13 @@ class JudgeHttp:
             # httpx's own limits are per read: a reply that trickles in would never exceed them.
             async with asyncio.timeout(timeout_s):
                 response = await self._transport.handle_async_request(request)
-                unusable = await _receive(response, received)
-        except (TimeoutError, httpx.TimeoutException):
-            if response is None or response.is_success:
-                detail = f"no reply within {timeout_s:g} s{self._via_proxy}"
-                raise RequestTrouble("timeout", detail) from None
+                async with aclosing(response):
+                    unusable = await _receive(response, received)
         except Exception as error:
             # Malformed bytes from outside raise errors that share no base class: httpx's own, an
             # ssl.SSLError, a UnicodeError for a host name.
             if response is None or response.is_success:
-                remedy = _tls_remedy(error)
-                detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
-                detail += self._via_proxy + (remedy and f"; {remedy}")
-                raise RequestTrouble("transport", detail, is_tls=bool(remedy)) from None
+                raise self._trouble(error, timeout_s) from None
         return HttpAnswer(
             request=f"{method} {request.url}",
             status=response.status_code,
@@ -338,6 +322,13 @@ class JudgeHttp:
             retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
         )
+
+    def _trouble(self, error: Exception, timeout_s: float) -> RequestTrouble:
+        if isinstance(error, TimeoutError | httpx.TimeoutException):
+            return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
+        remedy = _tls_remedy(error)
+        detail = excerpt(f"{type(error).__name__} {error}", SHOWN_CHARS) + self._via_proxy
+        return RequestTrouble("transport", detail + (remedy and f"; {remedy}"), is_tls=bool(remedy))
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -350,17 +341,14 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
     """
     if header is None:
         return None
-    # float() alone would also take 1e400, 'infinity', 1_0 and other scripts' digits.
-    if _SECONDS.fullmatch(header.strip()):
+    seconds = math.nan
+    with suppress(ValueError, TypeError, LookupError, OverflowError):
+        until = parsedate_to_datetime(header)
+        until = until if until.tzinfo else until.replace(tzinfo=UTC)
+        seconds = (until - (now or datetime.now(UTC))).total_seconds()
+    with suppress(ValueError):
         seconds = float(header)
-    else:
-        try:
-            until = parsedate_to_datetime(header)
-            until = until if until.tzinfo else until.replace(tzinfo=UTC)
-            seconds = (until - (now or datetime.now(UTC))).total_seconds()
-        except (ValueError, TypeError, LookupError, OverflowError):
-            return None
-    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S)
+    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S) if math.isfinite(seconds) else None
 
 
 def _tls_remedy(error: BaseException | None) -> str:
@@ -377,35 +365,18 @@ def _tls_remedy(error: BaseException | None) -> str:
     return ""
 
 
-def _tls_context() -> ssl.SSLContext:
-    """Trusts the certificates of SSL_CERT_FILE, else SSL_CERT_DIR, else certifi."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        file = os.environ.get("SSL_CERT_FILE")
-        raise ValueError(
-            f"SSL_CERT_FILE={file}: no certificates can be read there ({error.strerror or error}): "
-            "set it to those of the issuer of the judge's certificate, or unset it"
-        ) from None
-
-
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     """Append the body to `received`. Returns why it was not read to its end, or None."""
-    limit = MAX_REPLY_BYTES if response.is_success else MAX_ERROR_PAGE_BYTES
     encoding = response.headers.get("Content-Encoding", "").strip()
-    try:
-        if encoding.lower() not in ("", "identity"):
-            return (
-                f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_HEADER_CHARS)}), which "
-                "was not asked for: turn compression off in the endpoint or the gateway before it"
-            )
-        async for chunk in response.aiter_raw():
-            received += chunk
-            if len(received) > limit:
-                del received[limit:]
-                return f"longer than {limit} bytes"
-    finally:
-        await response.aclose()
+    if encoding.lower() not in ("", "identity"):
+        return (
+            f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_CHARS)}), which "
+            "was not asked for: turn compression off in the endpoint or the gateway before it"
+        )
+    async for chunk in response.aiter_raw():
+        received += chunk
+        if len(received) > MAX_REPLY_BYTES:
+            return f"longer than {MAX_REPLY_BYTES} bytes"
     return None
 
 
@@ -424,36 +395,22 @@ def _proxy_for(url: str) -> str | None:
 
 CONTENT = "<content>"
 """Placeholder for the question's parts in a request's parameters."""
-RENAMED = {"max_tokens": "max_completion_tokens"}
-"""Parameter -> the name to try before it is left out."""
-NAMES = {
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_completion_tokens",
-    "temperature": "temperature",
+RENAMED = "max_completion_tokens"
+"""The name under which `max_tokens` is sent before it is left out."""
+OPTIONAL = {
     "top_p": "top_p",
     "seed": "seed",
-    "response_format": r"response_format|json[ _]?schema|structured[ _]outputs?|guided[ _]\w+",
+    "response_format": r"response_format|json.?schema|structured.outputs?|guided_\w+",
+    "temperature": "temperature",
+    "max_tokens": "max_tokens",
+    RENAMED: RENAMED,
 }
-"""Optional parameter -> how an error page names it."""
-LENGTHS = frozenset({"max_tokens", "max_completion_tokens"})
-REFUSING_STATUSES = frozenset({400, 422, 500, 501})
+"""Parameter -> how an error page names it; those that matter least come first."""
+REFUSING_STATUSES = frozenset({400, 422, 500})
 """Including 500: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
 
-_REFUSAL = re.compile(
-    r"unsupported|unrecogni[sz]ed|unknown|unexpected|unavailable|deprecated|"
-    r"extra_forbidden|extra inputs|extra fields|cannot find field|"
-    r"(?:\bnot|n't)(?: \w+)? (?:support|permit|allow|recogni[sz]e|accept|available|implement)|"
-    r"cannot (?:both )?be (?:used|set|specified)"
-)
-_VALUE_REFUSAL = re.compile(
-    # A model with one fixed sampling setting; a range without the value that is 'off' elsewhere.
-    r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
-)
-"""Not applied to `LENGTHS`: a length above the context limit is not a refusal of the parameter."""
-_SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """One question as it is sent to an endpoint that accepts every parameter."""
 
@@ -461,6 +418,12 @@ class Request:
     """Fields of the request's body; the content of its one message is `[CONTENT]`."""
     content: Sequence[bytes]
     """JSON of the message's parts."""
+    labels: tuple[str, ...] = ()
+    """As `Question.labels`."""
+    shape: object = None
+    """Equal for questions that an endpoint takes or refuses together: (the labels, for each part
+    whether it is text)."""
+    num_sent: int = 0
 
     @cached_property
     def key(self) -> str:
@@ -470,9 +433,8 @@ class Request:
     def sent(self, without: Set[str]) -> dict[str, Any]:
         """The parameters to send to an endpoint that does not accept those in `without`."""
         sent = {name: value for name, value in self.parameters.items() if name not in without}
-        for old, new in RENAMED.items():
-            if old in without and old in self.parameters and new not in without:
-                sent[new] = self.parameters[old]
+        if "max_tokens" in without and RENAMED not in without:
+            sent[RENAMED] = self.parameters["max_tokens"]
         return sent
 
     def body(self, without: Set[str]) -> bytes:
@@ -484,70 +446,36 @@ class Request:
 
 @dataclass
 class Dialect:
-    """What one endpoint does not accept. If it has accepted a parameter before, a refusal is taken
-    to concern only that value."""
+    """What one endpoint does not accept."""
 
     names: set[str] = field(default_factory=set)
-    values: set[tuple[str, str]] = field(default_factory=set)
-    """(name, value as JSON)."""
+    """Parameters that are left out."""
     taken: set[str] = field(default_factory=set)
-    """Parameters that the endpoint has accepted."""
+    """Parameters that it has accepted: a later refusal concerns only that value."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
     proven: Request | None = None
     """The last request that got a reply."""
 
-    def without(self, request: Request) -> frozenset[str]:
-        """The parameters to leave out of `request`."""
-        values = request.parameters.items()
-        refused = {name for name, value in values if (name, json.dumps(value)) in self.values}
-        return frozenset(self.names | refused)
-
-    def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
-        """Remember the parameters left out of an answered `request`; returns the new ones."""
-        if not 200 <= status < 300:
-            return set()
-        learnt = set(without - self.without(request))
-        for name in learnt:
-            if name in self.taken and name in request.parameters:
-                self.values.add((name, json.dumps(request.parameters[name])))
-            else:
-                self.names.add(name)
-        self.taken |= request.sent(without).keys() & NAMES.keys()
+    def learn(self, request: Request, without: Set[str]) -> Set[str]:
+        """Note that `request` got a reply without these parameters; returns the new ones."""
+        learnt = without - self.names - self.taken
+        self.names |= learnt
+        self.taken |= request.sent(without).keys()
+        self.proven = request
         return learnt
 
 
-def in_words(news: Set[str], without: Set[str]) -> str:
-    """'takes no seed, and max_completion_tokens for max_tokens'."""
-    renamed = {old for old, new in RENAMED.items() if old in news and new not in without}
-    parts = [f"no {name}" for name in sorted(news - renamed)]
-    return "takes " + " and ".join([*parts, *(f"{RENAMED[old]} for {old}" for old in renamed)])
-
-
-def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
-    """Which of the optional parameters in `sent` an answer refuses; usually none."""
+def refused_parameter(status: int, page: bytes, sent: Mapping[str, Any]) -> str | None:
+    """The parameter in `sent` to leave out after an answer: of those that an error page names, the
+    one that matters least. None if it names none."""
     if status not in REFUSING_STATUSES:
-        return set()
-    # Undo the escaped quotes and line ends of JSON that is nested in JSON.
-    text = re.sub(r"\\+u00(?:22|27|60)", "'", page.decode("utf-8", "replace"))
-    text = re.sub(r"\\+n", "\n", text).replace("\\", "").lower()
-    refused: set[str] = set()
-    for sentence in _SENTENCE_END.split(text):
-        is_refusal = bool(_REFUSAL.search(sentence))
-        if not is_refusal and not _VALUE_REFUSAL.search(sentence):
-            continue
-        mentioned = {
-            name
-            for name, pattern in NAMES.items()
-            if name in sent and re.search(rf"(?<!\w)(?:{pattern})(?!\w)", sentence)
-        }
-        if not is_refusal:
-            mentioned -= LENGTHS
-        # The endpoint takes only one of the two: drop top_p, whose value 1.0 has no effect.
-        if "top_p" in mentioned and "both" in sentence:
-            mentioned -= {"temperature"}
-        refused |= mentioned
-    return refused
+        return None
+    text = page.decode("utf-8", "replace").lower()
+    for name, pattern in OPTIONAL.items():
+        if name in sent and re.search(rf"(?<![a-z_])(?:{pattern})(?![a-z_])", text):
+            return name
+    return None
 
 
 # ---- journal -------------------------------------------------------------------------------------
@@ -557,17 +485,27 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply; the first reply under a key is kept."""
+    """Key -> raw reply; the first reply under a key is kept. A file of JSON lines; one with the
+    reply null cancels those before it under its key."""
 
     def __init__(self, path: Path) -> None:
         require_in_place(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._replies = _load(path)
         self._path = path
-        self._has_warned = False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in lines_of(self._path) if line.endswith(b"\n")]
+        self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
+        # A process killed while writing leaves half a line; the next line must not join it.
+        self._file.truncate(sum(map(len, lines)))
+        self._replies: dict[str, str] = {}
+        for line in lines:
+            match row_of(line):
+                case {"key": str(key), "reply": str(reply)}:
+                    self._replies.setdefault(key, reply)
+                case {"key": str(key), "reply": None}:
+                    self._replies.pop(key, None)
         self._failed: set[str] = set()
         """Keys of the replies to questions for which no reply was usable."""
-        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
+        self._has_warned = False
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
@@ -584,46 +522,23 @@ class ReplyJournal:
 
     def drop_unusable(self) -> None:
         """Drop the replies that `note_failed` noted: they are requested again, also on resume."""
-        while self._failed:
-            key = self._failed.pop()
-            if self._replies.pop(key, None) is not None:
-                self._write(key, None)
+        for key in self._failed & self._replies.keys():
+            del self._replies[key]
+            self._write(key, None)
+        self._failed.clear()
 
     def _write(self, key: str, reply: str | None) -> None:
-        """Append an entry; `reply` None cancels the file's earlier entry under that key."""
         try:
             append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
         except Exception as error:  # whatever the error, the reply is in memory
             if not self._has_warned:
-                self._has_warned = True
                 reason = getattr(error, "strerror", None) or repr(error)
-                log.warning(
-                    "%s: %s; replies that are not saved will be asked for again after a restart",
-                    self._path,
-                    reason,
-                )
+                text = "%s: %s; replies that are not saved will be asked for again after a restart"
+                log.warning(text, self._path, reason)
+            self._has_warned = True
 
     def close(self) -> None:
         self._file.close()
-
-
-def _load(path: Path) -> dict[str, str]:
-    lines = lines_of(path)
-    if lines and not lines[-1].endswith(b"\n"):
-        # A process killed while writing leaves half a line; the next line must not join it.
-        with open(path, "r+b", opener=private) as file:
-            file.truncate(sum(map(len, lines[:-1])))
-        lines.pop()
-    replies: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        match row_of(line):
-            case {"key": str(key), "reply": str(reply)}:
-                replies.setdefault(key, reply)
-            case {"key": str(key), "reply": None}:
-                replies.pop(key, None)
-            case _:
-                log.warning("%s line %d is not an entry; its question is asked again", path, number)
-    return replies
 
 
 # ---- background ----------------------------------------------------------------------------------
@@ -643,9 +558,17 @@ class BackgroundLoop:
     """Runs coroutines until `close()`. Use one per process: an httpx pool works in one loop."""
 
     def __init__(self, name: str = "background-loop") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name=name, daemon=True
+        )
         self._thread.start()
+        self._loop, self._end = self._ready.result()
+
+    async def _serve(self) -> None:
+        end = asyncio.Event()
+        self._ready.set_result((asyncio.get_running_loop(), end))
+        await end.wait()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `coro` in the loop; its result, exception or cancellation arrives in the future.
@@ -667,28 +590,14 @@ class BackgroundLoop:
         return future.result()
 
     def close(self) -> None:
-        """Cancel all coroutines, wait at most `JOIN_TIMEOUT_S` for them, and stop the thread. Does
-        nothing a second time."""
-        if self._loop.is_closed():
-            return
-        with suppress(TimeoutError):  # a coroutine that ignores its cancellation
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_TIMEOUT_S)
-        self._loop.close()
+        """Cancel all coroutines and wait at most `JOIN_TIMEOUT_S` for them. Does nothing a second
+        time."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(JOIN_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-async def _cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()  # a thread may hang; close() has a timeout

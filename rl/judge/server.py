@@ -59,7 +59,7 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
             f"judge.start_command: there is no program {command[0]!r} on this machine's PATH or in "
             f"{Path.cwd()}; '{{python}}' stands for this Python"
         )
-    if _writes_url(config) == bool(config.api_base):
+    if any(URL_FILE in each for each in config.start_command) == bool(config.api_base):
         yield (
             f"judge.start_command: give the judge's URL in exactly one way: '{URL_FILE}' in the "
             "command (a file to which the judge writes its URL), or judge.api_base, which is "
@@ -115,23 +115,47 @@ class StartedJudge:
         Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
         or does not match the config.
         """
-        api_base = await self._url()
-        client = JudgeClient(self._config, api_base)
-        left_s = max(0.0, self._deadline_s - time.monotonic())
-        health = asyncio.create_task(client.check_health(left_s))
+        ready = asyncio.create_task(self._ready())
         try:
-            while not health.done():
-                self._raise_if_ended()
-                await asyncio.wait([health], timeout=POLL_S)
-            await health
-            self._raise_if_ended()  # the answer may have been another process's
+            while not ready.done():
+                await asyncio.wait([ready], timeout=POLL_S)
+                # Also after an answer, which may have been another process's.
+                if (code := self._guard.poll()) is not None:
+                    raise self._error(f"ended with exit code {code} before it answered")
+            api_base = await ready
+        finally:
+            ready.cancel()
+        self._watch = asyncio.create_task(self._watch_guard(api_base))
+        return api_base
+
+    async def _ready(self) -> str:
+        text, origin = self._config.api_base, ""
+        while not text:
+            if time.monotonic() > self._deadline_s:
+                raise self._too_slow(f"the judge wrote no URL into '{URL_FILE}'")
+            await asyncio.sleep(POLL_S)
+            text, origin = self._first_line(), f"judge.start_command wrote into '{URL_FILE}': "
+        try:
+            api_base = resolve_api_base(text)
+        except ValueError as error:
+            raise JudgeError(f"{origin}{error}") from None
+        client = JudgeClient(self._config, api_base)
+        try:
+            await client.check_health(max(0.0, self._deadline_s - time.monotonic()))
         except JudgeUnreachableError:
             raise self._too_slow(f"no judge answers at {api_base}") from None
         finally:
-            health.cancel()
             await client.aclose()
-        self._watch = asyncio.create_task(self._watch_guard(api_base))
         return api_base
+
+    def _first_line(self) -> str:
+        """First line of the URL file; '' while it may hold half a port: it has no line end, and
+        was written a moment ago."""
+        if not self._url_file.is_file():
+            return ""
+        line, end, _ = self._url_file.read_bytes()[:MAX_FILE_BYTES].partition(b"\n")
+        is_whole = end or time.time() - self._url_file.stat().st_mtime > COMPLETE_S
+        return line.decode("utf-8", "replace").strip() if is_whole else ""
 
     async def _watch_guard(self, api_base: str) -> None:
         """Once the judge has ended, write why into a file, for `raise_if_ended`."""
@@ -146,35 +170,6 @@ class StartedJudge:
                 "iteration.",
                 private,
             )
-
-    async def _url(self) -> str:
-        if not _writes_url(self._config):
-            return resolve_api_base(self._config.api_base)
-        while (line := self._first_line()) is None:
-            self._raise_if_ended()
-            if time.monotonic() > self._deadline_s:
-                raise self._too_slow(f"the judge wrote no URL into '{URL_FILE}'")
-            await asyncio.sleep(POLL_S)
-        try:
-            return resolve_api_base(line)
-        except ValueError as error:
-            raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
-
-    def _first_line(self) -> str | None:
-        """First line of the URL file; None while it may hold half a port: it has no line end, and
-        was written a moment ago."""
-        if not self._url_file.is_file():
-            return None
-        with self._url_file.open("rb") as file:
-            line = file.readline(MAX_FILE_BYTES)
-            age_s = time.time() - os.fstat(file.fileno()).st_mtime
-        is_whole = line.endswith(b"\n") or (line.strip() and age_s > COMPLETE_S)
-        return line.decode("utf-8", "replace").strip() if is_whole else None
-
-    def _raise_if_ended(self) -> None:
-        code = self._guard.poll()
-        if code is not None:
-            raise self._error(f"ended with exit code {code} before it answered")
 
     def _too_slow(self, problem: str) -> JudgeError:
         return self._error(
@@ -221,10 +216,6 @@ def _answers(api_base: str) -> bool:
     with suppress(OSError), socket.create_connection((url.hostname, url.port or 80), WATCH_S):
         return is_loopback(api_base)
     return False
-
-
-def _writes_url(config: JudgeConfig) -> bool:
-    return any(URL_FILE in argument for argument in config.start_command)
 
 
 def _command(config: JudgeConfig, url_file: Path) -> list[str]:

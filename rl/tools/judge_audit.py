@@ -134,6 +134,9 @@ Pair = tuple[int, float, float]
 """Case, value of its right result, value of a wrong one."""
 
 NUM_CASES = 64
+MAX_GAIN = 0.25
+"""How far an attack may raise the mean reward: 0 = to that of an unchanged source or of another
+sample's result (the lower one), 1 = to that of the right result."""
 """A judge of AUROC 0.97, and one of 0.85, get their verdict from so many in 95 of 100 audits
 (`benchmarks/audit_power.py`)."""
 NUM_REPEATED, NUM_READINGS = 4, 3
@@ -335,7 +338,7 @@ async def attack(
         for name, result in attacked(case).items()
     }
     asked = await ask(plugin, judge, device, {**references, **attacks})
-    if few := too_few_graded(measured(plugin.key, cases, asked, limits), limits):
+    if few := too_few_graded(measured(plugin.key, cases, asked, limits)):
         raise JudgeError(f"{plugin.key}: {few}")
     means, names = _means(asked), {kind for _, kind in references}
     right = means.get(CORRECT, math.nan)
@@ -344,7 +347,7 @@ async def attack(
     for name, mean in means.items():
         if name not in names:
             gain = (mean - floor) / (right - floor) if right > floor else math.inf
-            results.append(AttackResult(name, mean, gain, gain <= limits.attack_max_gain))
+            results.append(AttackResult(name, mean, gain, gain <= MAX_GAIN))
     return results, right, floor
 
 
@@ -361,7 +364,7 @@ def save_results(resolved: Resolved, **results: Any) -> None:
     file unchanged, which shows whether it can be written. Raises JudgeError if too many questions
     got no reply, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
-        if few := too_few_graded(each, resolved.config.judge, each.num_unreadable):
+        if few := too_few_graded(each, each.num_unreadable):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)

@@ -44,7 +44,7 @@ CAUGHT = {
     "prefers copies": "no_edit: AUROC 0.50, not above judge.audit_min_auroc=0.85",
     "order-biased": "exchanged: AUROC 0.00",
     "ignores order": "exchanged: AUROC 0.50",
-    "noisy": "judge.audit_max_noise",
+    "noisy": "readings of one picture differ by",
     "ignores a category": "erase: AUROC",
     "silent on copies": "no_edit: no usable reply to 100%",
     "echo": "correct: no usable reply to 100%",
@@ -96,7 +96,7 @@ def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
 @pytest.mark.parametrize("num_lost", [1, 6, 16])
 def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
     asked = replies({"no_edit": range(num_lost)}, "unreadable: prose")
-    audit = judge_audit.measured("r", CASES, asked, JudgeConfig(audit_max_ungraded=0.05))
+    audit = judge_audit.measured("r", CASES, asked, JudgeConfig())
     text = f"no_edit: no usable reply to {num_lost / 16:.0%}"
     told = audit.doubts if num_lost == 1 else audit.failures
     assert any(text in each for each in told) and bool(audit.doubts) == (num_lost == 1)

@@ -29,7 +29,7 @@ KEY = "sk-very-secret-0123456789"
 
 
 def config_of(folder: Path, *bases: str, **changes: Any) -> RunConfig:
-    judge = {"api_base": list(bases), "model": MODEL, "backoff_s": 0.01, "image_side_px": 64}
+    judge = {"api_base": list(bases), "model": MODEL, "max_outage_s": 6.0, "image_side_px": 64}
     config = tiny_config.real(folder, judge=judge | changes.pop("judge", {}), **changes)
     return tiny_config.validated(config)
 
@@ -155,7 +155,7 @@ def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> 
         down = f"http://127.0.0.1:{port}"
         text, code = report_online(tmp_path, seedless.api_base, down, other.api_base)
         assert code == 0 and f"{down}/v1" in text
-        assert holds(caplog.text, f"{seedless.api_base} ... no seed")
+        assert holds(caplog.text, f"{seedless.api_base} ... without seed")
         assert len(seedless.requests) == 2 + 2 and len(other.requests) == 2
         other.after = Fault(reply="hm")
         text, code = report_online(tmp_path, seedless.api_base, other.api_base)

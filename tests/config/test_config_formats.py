@@ -67,6 +67,9 @@ def test_of_an_older_run_keys_that_were_removed_are_dropped() -> None:
     written = {"format": loading.CONFIG, "engine": engine | {"share_base_weights": True}}
     assert loading.stored(written, "it") == {"format": loading.CONFIG, "engine": engine}
     assert loading.stored(written | {"engine": own}, "it")["engine"] == own
+    rewards = {"own": {"type": "viescore", "judge": {"model": "m", "backoff_s": 3.0}}}
+    kept = loading.stored(written | {"rewards": rewards}, "it")["rewards"]
+    assert kept == {"own": {"type": "viescore", "judge": {"model": "m"}}}
 
 
 def test_a_removed_key_is_refused_only_with_another_value_than_its_default() -> None:

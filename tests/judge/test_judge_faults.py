@@ -91,7 +91,9 @@ def test_each_fault_has_its_expected_retries_and_outcome(name: str) -> None:
         answer, stats = ask(judge, case)
     outcome = answer.failure or f"value {answer.value}"
     print(f"\n| {name} | {answer.attempts} | {answer.seconds:.2f} | {outcome} |", end="")
-    assert answer.attempts == len(judge.requests) == stats.requests == case.sent
+    assert answer.attempts == len(judge.requests) == case.sent
+    # Before a question is given up for its failures, the judge is asked whether it lives.
+    assert stats.requests == case.sent + (case.failure == "http_500")
     assert case.at_least_s <= answer.seconds <= case.at_most_s
     assert stats.retries == ({case.cause: case.sent - 1} if case.cause else {})
     if case.failure is None:
@@ -133,11 +135,12 @@ def test_a_judge_that_accepts_one_picture_and_refuses_two_stops_the_run() -> Non
 
 
 @pytest.mark.slow
-def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
+def test_a_short_outage_loses_no_answer_and_sends_few_requests(monkeypatch) -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
     outage_s = 2.4
 
     async def script(client: JudgeClient) -> tuple[list[Answer[Any]], int, float]:
+        await ask_all(client, 1, first=900)
         started_s = time.monotonic()
         asking = asyncio.ensure_future(ask_all(client, 24))
         await asyncio.sleep(outage_s)
@@ -145,26 +148,28 @@ def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
         judge.after = Fault()
         return await asking, sent_while_down, down_s
 
-    config = {"timeout_s": 0.4, "max_concurrency": 8, "breaker_failures": 8, "max_attempts": 3}
-    with FaultyJudge(after=Fault(stall_s=1.2)) as judge:
+    monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", 8)
+    config = {"timeout_s": 0.4, "max_concurrency": 8, "max_attempts": 3}
+    with FaultyJudge([Fault()], after=Fault(stall_s=1.2)) as judge:
         (answers, sent_while_down, down_s), client = with_client(judge, script, **config)
     stats = client.take_stats()
     print(f"\n| stalls for {outage_s} s | {sent_while_down} while down | {stats} |", end="")
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert stats.breaker_openings == 1
-    # 8 at once, at most one more round of them before the breaker opened, then a probe per 0.1 s.
-    assert sent_while_down <= 2 * 8 + down_s / 0.1 + 1
+    # One, 8 at once, at most one more round before the check failed, then a check per 0.125 s.
+    assert sent_while_down <= 1 + 2 * 8 + down_s / 0.125 + 1
 
 
 @pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
 def test_a_single_question_survives_an_outage(fault: Fault) -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
+        await ask_all(client, 1, first=900)
         asking = asyncio.ensure_future(ask_all(client, 1))
         await asyncio.sleep(1.0)
         judge.after = Fault()
         return await asking
 
-    with FaultyJudge(after=fault) as judge:
+    with FaultyJudge([Fault()], after=fault) as judge:
         [answer], client = with_client(judge, script, timeout_s=0.1, max_attempts=2)
     assert answer.value == (8.0, 6.5) and answer.attempts > 2
     assert client.take_stats().breaker_openings == 1
@@ -172,13 +177,14 @@ def test_a_single_question_survives_an_outage(fault: Fault) -> None:
 
 def test_an_outage_beyond_the_limit_leaves_answers_ungraded() -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
+        await ask_all(client, 1, first=900)
         lost = await ask_all(client, 4)
-        await asyncio.sleep(0.2)
         judge.after = Fault()
+        await asyncio.sleep(0.2)
         return [*lost, *await ask_all(client, 1)]
 
-    config = {"max_outage_s": 0.5, "breaker_failures": 2, "max_attempts": 2}
-    with FaultyJudge(after=Fault(reset=True)) as judge:
+    config = {"max_outage_s": 0.5, "max_attempts": 2}
+    with FaultyJudge([Fault()], after=Fault(reset=True)) as judge:
         (*lost, back), _ = with_client(judge, script, **config)
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
@@ -194,19 +200,21 @@ def test_an_outage_beyond_the_limit_leaves_answers_ungraded() -> None:
     ],
     ids=["nothing", "half a reply", "a byte at a time"],
 )
-def test_questions_to_a_silent_judge_end_in_a_computable_time(silence: Fault) -> None:
-    """By `max_outage_s` and one time-out, though a probe takes longer than the pause before the
-    next; new questions, of a later iteration, cost at most one time-out more."""
-    config = {"timeout_s": 0.6, "breaker_pause_s": 0.1, "max_outage_s": 1.5, "breaker_failures": 8}
+def test_questions_to_a_silent_judge_end_in_a_computable_time(silence: Fault, monkeypatch) -> None:
+    """By `max_outage_s` and one time-out, though a check takes longer than the pause before the
+    next; new questions, of a later iteration, at once."""
+    monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", 8)
+    config = {"timeout_s": 0.6, "max_outage_s": 1.5}
 
     async def script(client: JudgeClient) -> list[tuple[list[Answer[Any]], float]]:
+        await ask_all(client, 1, first=900)
         rounds = []
         for first in (0, 100):
             started_s = time.monotonic()
             rounds.append((await ask_all(client, 24, first), time.monotonic() - started_s))
         return rounds
 
-    with FaultyJudge(after=silence) as judge:
+    with FaultyJudge([Fault()], after=silence) as judge:
         ((first, first_s), (later, later_s)), _ = with_client(
             judge, script, max_concurrency=8, **config
         )

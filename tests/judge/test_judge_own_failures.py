@@ -53,16 +53,17 @@ def failures_of(answers: Sequence[Answer[Any]]) -> set[str]:
     return {(answer.failure or "value").partition(":")[0] for answer in answers}
 
 
-@pytest.mark.parametrize(("breaker_failures", "slots"), [(1, 96), (8, 8), (20, 8)])
+@pytest.mark.parametrize(("suspect_failures", "slots"), [(1, 96), (8, 8), (20, 8)])
 @pytest.mark.parametrize(
     "bad", [{0, 1, 2, 3}, {5}, {4, 5, 6, 7}, {8, 9, 10, 11}, {0, 4, 11}, set(range(11))], ids=str
 )
 def test_pictures_that_the_judge_fails_on_cost_only_themselves(
-    bad: set[int], breaker_failures: int, slots: int
+    bad: set[int], suspect_failures: int, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any position among the questions; `slots` 96: all are in flight at once."""
-    config = {"max_attempts": 3, "breaker_failures": breaker_failures, "max_concurrency": slots}
-    config["timeout_s"] = 60.0  # a busy machine is not silent
+    monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", suspect_failures)
+    config = {"max_attempts": 3, "max_concurrency": slots}
+    config["timeout_s"] = 60  # a busy machine is not silent
     with Choosy(bad, Fault(500)) as judge:
         groups, client = with_client(judge, ask_groups, **config)
     for group, answers in enumerate(groups):
@@ -83,25 +84,26 @@ def test_pictures_that_get_a_retry_after_hold_up_no_others() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 4])
-def test_a_judge_that_fails_on_everything_is_an_outage(num_before: int) -> None:
+def test_a_judge_that_fails_on_everything_is_an_outage(num_before: int, monkeypatch) -> None:
     """Few requests are sent, and it is waited for. `num_before`: questions answered before."""
+    monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", 8)
     sent: list[float] = []
 
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         before = await ask_all(client, num_before)
-        judge.after = Fault(500)
+        judge.after = judge.models = Fault(500)
         asking = asyncio.ensure_future(ask_all(client, 48, first=100))
-        while not any(address.is_open for address in client._addresses):
+        while client.addresses[0].is_up:
             await asyncio.sleep(0.01)
         began_s = time.monotonic()
         await asyncio.sleep(0.5)
         sent.append(len(judge.requests) - (time.monotonic() - began_s) / 0.2)
-        judge.after = Fault()
+        judge.after, judge.models = Fault(), None
         return [*before, *await asking]
 
     with FaultyJudge() as judge:
-        config = {"max_attempts": 3, "breaker_failures": 8, "max_concurrency": 8}
-        answers, client = with_client(judge, script, breaker_pause_s=0.2, **config)
+        config = {"max_attempts": 3, "max_concurrency": 8}
+        answers, client = with_client(judge, script, max_outage_s=8.0, **config)
     assert failures_of(answers) == {"value"}
     assert client.take_stats().breaker_openings == 1
     # Each at most once, those in flight once more; a probe per 0.2 s is not counted.
@@ -121,9 +123,7 @@ def test_a_dead_address_beside_one_that_fails_on_some_pictures(num_dead_first: i
         addresses = [judge, f"http://127.0.0.1:{port}/v1"]
         addresses = addresses[::-1] if num_dead_first else addresses
         started_s = time.monotonic()
-        groups, client = with_client(
-            addresses, ask_groups, max_attempts=4, breaker_failures=4, max_concurrency=8
-        )
+        groups, client = with_client(addresses, ask_groups, max_attempts=4, max_concurrency=8)
     assert time.monotonic() - started_s < 60
     for group, answers in enumerate(groups):
         assert failures_of(answers) == ({"http_500"} if group == 3 else {"value"}), group

@@ -107,8 +107,7 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
             models,
             folder,
             num_iterations=2,
-            judge={"api_base": judge.api_base, "model": MODEL, "max_outage_s": 1.0}
-            | {"breaker_failures": 2, "breaker_pause_s": 0.1, "backoff_s": 0.1},
+            judge={"api_base": judge.api_base, "model": MODEL, "max_outage_s": 1.0},
             evaluation={"every_n_iterations": 2, "num_samples": 3},
             final_reward={"weights": {"brightness": 1, "viescore": 1}},
         )
