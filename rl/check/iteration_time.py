@@ -67,8 +67,6 @@ class Iteration:
     """GPUs of the pool; 0: the ranks draw the pictures themselves."""
     judge_slots: int = 1
     """Requests that the judges answer at once, each within `judge_s`."""
-    local: bool = False
-    """Whether the ranks draw pictures beside the workers."""
 
     @property
     def num_pictures(self) -> int:
@@ -79,15 +77,12 @@ class Iteration:
     def total_s(self) -> float:
         """Seconds of the iteration: every stage takes as long as its slowest resource.
 
-        Left out: pictures that reach the judge all at once, bursts on the link, and with `local`
-        that ranks condition while workers draw; also deaths, start-up, held-out evaluations,
-        `max_staleness`, and how a GPU slows down in small batches.
+        Left out: pictures that reach the judge all at once, bursts on the link, deaths, start-up,
+        held-out evaluations, `max_staleness`, and how a GPU slows down in small batches.
 
         Beside a simulation of the events, before that was deleted: on the 400 random cases that the
         formula was chosen on, median error 0.1 %, 90 % within 4.7 %, worst 26 %; on 1,200 others
-        0.1, 4.4 and 38 %, and on the 813 of them with a pool, now with `local`, 1.4, 7.0 and 26 %.
-        Five shipped configs, 220 cases: 0.1, 7.4 and 16 %; with `local`, 200 cases: 0.8, 9.6 and
-        22 %.
+        0.1, 4.4 and 38 %. Five shipped configs, 220 cases: 0.1, 7.4 and 16 %.
         """
         each = self.num_groups * self.group_size
         batch = min(self.batch_size, each)
@@ -95,14 +90,11 @@ class Iteration:
         rendered_s = conditioning_s + each * self.draw_s
         if self.workers:
             batches = self.num_ranks * math.ceil(each / batch)
-            ranks_draw = self.local and batches > self.workers
-            gpus = self.workers + self.num_ranks * ranks_draw
             # Whole rounds, or the mean and a batch less its own share: each batch goes to the first
-            # GPU that is free, and a rank's last one may be small. A worker holds a second batch
-            # before a rank draws one.
-            rounds = math.ceil(batches / gpus) + ranks_draw
-            uneven_s = self.num_pictures * self.draw_s / gpus + batch_s * (1 - 1 / gpus)
-            drawing_s = min(rounds * batch_s, uneven_s)
+            # worker that is free, and a rank's last one may be small.
+            mean_s = self.num_pictures * self.draw_s / self.workers
+            uneven_s = mean_s + batch_s * (1 - 1 / self.workers)
+            drawing_s = min(math.ceil(batches / self.workers) * batch_s, uneven_s)
             sent_s = self.picture_bytes / LINK_BYTES_S
             sending_s = min(self.num_ranks, self.ranks_per_node) * each * sent_s
             rendered_s = max(
@@ -278,7 +270,7 @@ def pool_lines(resolved: Resolved) -> list[str]:
         renderer = [row.gb for row in planned.rows if row.part.startswith(resolved.renderer.key)]
         lines.append(f"a worker takes {CONTEXT_GB + sum(renderer):.1f} GB of its GPU")
     try:
-        work = replace(computed(resolved), local=pool.local)
+        work = computed(resolved)
     except ValueError as error:
         return [*lines, f"time not planned: {error}"]
     gb, gpu = work.num_pictures * work.picture_bytes / 1e9, gpu_of(resolved.config.gpu_gb)
