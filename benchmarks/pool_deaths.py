@@ -5,8 +5,8 @@
 Each case draws 48 pictures of `sleeping_renderer` with three workers while something dies, and
 compares them with what every picture must be. `lost` counts pictures that are missing, failed or
 wrong; `late` is the time beyond an undisturbed call in the same pool, which includes the time until
-the loss is noticed. Ray nodes on one machine show scheduling and deaths, not a network; `pool_runs.py` kills Ray beside
-whole runs.
+the loss is noticed. Ray nodes on one machine show scheduling and deaths, not a network;
+`pool_runs.py` kills Ray beside whole runs.
 """
 
 from __future__ import annotations
