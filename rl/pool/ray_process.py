@@ -369,7 +369,8 @@ class Pool:
 
     def _agree(self, reference: Any) -> Any:
         if self.registry is None:
-            options = {**self.options, "num_cpus": 0, "num_gpus": 0, "resources": {}}
+            nothing: Mapping[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+            options = {**self.options, **nothing, "runtime_env": {}}
             actor = self.ray.remote(Registry).options(**options, name=f"{self.prefix}/registry")
             self.registry = actor.remote()  # kept: an actor ends with its creator's handle
         try:

@@ -67,7 +67,7 @@ def test_an_error_of_a_rank_is_raised_on_every_rank(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         pooled_renderer.PooledRenderer, "_started", Mock(side_effect=OSError("full"))
     )
-    with pytest.raises(ValueError, match="^full$"):
+    with pytest.raises(ValueError, match=r"^full$"):
         pooled_renderer.pooled(plugin, config, Dist(), set())
 
 
