@@ -6,6 +6,7 @@ dies, and replaces its signal handlers: so it may have this process, and no rank
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle  # nosec B403 - between a rank and its own process
 import secrets
@@ -301,8 +302,9 @@ class Pool:
         """Names of the actors that should exist; Ray keeps those without a place in its queue."""
         if self.reference is None:
             return [f"{FIRST}-{len(self.refused)}"]
-        number = self.start.pool.workers
-        if number == "auto":
+        workers = self.start.pool.workers
+        number = 0 if workers == "auto" else workers
+        if workers == "auto":
             totals = self.ray.cluster_resources()
             needs = {"GPU": self.options["num_gpus"], "CPU": self.options["num_cpus"]}
             needs |= self.options["resources"]
@@ -463,7 +465,7 @@ def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
             address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
             **options,
         )
     except ConnectionError as error:
