@@ -302,9 +302,8 @@ class Pool:
         """Names of the actors that should exist; Ray keeps those without a place in its queue."""
         if self.reference is None:
             return [f"{FIRST}-{len(self.refused)}"]
-        workers = self.start.pool.workers
-        number = 0 if workers == "auto" else workers
-        if workers == "auto":
+        number = self.start.pool.workers
+        if not isinstance(number, int):  # 'auto'
             totals = self.ray.cluster_resources()
             needs = {"GPU": self.options["num_gpus"], "CPU": self.options["num_cpus"]}
             needs |= self.options["resources"]
