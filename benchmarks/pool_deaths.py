@@ -5,8 +5,8 @@
 Each case draws 48 pictures of `sleeping_renderer` with three workers while something dies, and
 compares them with what every picture must be. `lost` counts pictures that are missing, failed or
 wrong; `late` is the time beyond an undisturbed call in the same pool, which includes the time until
-the loss is noticed. Ray nodes on one machine show scheduling and deaths, not a network: for that
-see `pool_network.py`, and `pool_runs.py` for the death of Ray's head.
+the loss is noticed. Ray nodes on one machine show scheduling and deaths, not a network;
+`pool_runs.py` kills Ray beside whole runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from benchmarks.sleeping_renderer import Config, SleepingRenderer, colour_of
+from rl import build
 from rl.api.types import RenderJob, Sample
-from rl.config.schema import RenderPoolConfig
-from rl.pool import dispatch, ray_cluster
-from rl.pool.dispatch import Dispatcher
-from rl.pool.pool_worker import facts_of_code, spec_of
+from rl.config.schema import load_config
+from rl.pool.pooled_renderer import pooled
 from rl.ranks.dist import Dist
 
 NUM_PICTURES, NUM_WORKERS = 48, 3
@@ -51,41 +50,32 @@ class Pool:
     """Three workers on the Ray cluster at `address`."""
 
     def __init__(self, address: str) -> None:
-        ray_cluster.connect(address, Dist())
-        config = RenderPoolConfig(workers=NUM_WORKERS, address=address, max_wait_s=120)
-        spec = spec_of(SleepingRenderer, Config(type="benchmarks.sleeping_renderer"), 1, "cpu")
-        self.workers = ray_cluster.RayWorkers(config, spec)
-        self.dispatcher = Dispatcher(
-            self.workers,
-            config,
-            lambda job: SleepingRenderer.batch_of(Config(), job),
-            facts_of_code(spec),
-        )
+        keys = [f"render_pool.workers={NUM_WORKERS}", f"render_pool.address='{address}'"]
+        config = load_config("configs/quickstart.jsonnet", keys)
+        section = Config(type="benchmarks.sleeping_renderer")
+        plugin = build.Plugin("renderer", section, SleepingRenderer)
+        self.renderer = pooled(plugin, config, Dist(), set())
+        self.renderer.wait()
 
     def draw(self) -> tuple[float, int, int]:
         """(seconds, lost pictures, restarts) of one call."""
         began_s = time.monotonic()
         jobs = (RenderJob(Sample(str(i // 8), "x"), "words", i) for i in range(NUM_PICTURES))
-        found = dict(self.dispatcher.render(jobs))
+        found = dict(self.renderer.render(jobs))
         seconds = time.monotonic() - began_s
         right = sum(
             hasattr(found.get(i), "tobytes") and found[i].tobytes() == colour_of(i).tobytes()
             for i in range(NUM_PICTURES)
         )
-        return seconds, NUM_PICTURES - right, int(self.dispatcher.take_metrics()["pool_restarts"])
+        return seconds, NUM_PICTURES - right, int(self.renderer.take_metrics()["pool_restarts"])
 
     def ready(self) -> None:
-        """Draw until all workers are ready and answer."""
-        ends_s = time.monotonic() + 120
+        """Draw until all workers are ready."""
+        ends_s = time.monotonic() + 300
         while time.monotonic() < ends_s:
             self.draw()
-            states = [row["state"] for row in self.workers.status()]
-            if states == ["ready"] * NUM_WORKERS and len(self.dispatcher.ready) == NUM_WORKERS:
+            if self.renderer._state.num_ready == NUM_WORKERS:
                 return
-
-    def pid(self, number: int) -> int:
-        name = f"{self.workers.name}/{number}"
-        return next(int(row["pid"]) for row in self.workers.status() if row["worker"] == name)
 
     def row(self, name: str, act: Callable[[], Any], quiet_s: float) -> str:
         """A line of the table: a call during which `act` runs after 1.1 s."""
@@ -139,27 +129,26 @@ def send(pids: list[int], number: int) -> None:
         os.kill(pid, number)
 
 
-def cases(pool: Pool, nodes: Nodes) -> dict[str, Callable[[], Any]]:
-    """What dies -> a function that kills it. It runs 1.1 s after the call has begun."""
-    pids = [pool.pid(number) for number in range(NUM_WORKERS)]
-    first, *_ = pids
-    ray = ray_cluster._ray()
+def workers() -> list[int]:
+    """Process ids of all actors with a renderer."""
+    found = psutil.process_iter(["name"])
+    return [each.pid for each in found if each.info["name"].startswith("ray::Worker")]
 
-    def actor(number: int) -> Any:
-        return pool.workers._handles[f"{pool.workers.name}/{number}"]
+
+def cases(nodes: Nodes) -> dict[str, Callable[[], Any]]:
+    """What dies -> a function that kills it. It runs 1.1 s after the call has begun."""
+    pids = workers()
+    first, *_ = pids
 
     def twice() -> None:
         send([first], signal.SIGKILL)
         time.sleep(2)
-        send([pool.pid(1)], signal.SIGKILL)
+        send(pids[1:2], signal.SIGKILL)
 
     def resumed() -> None:
         send([first], signal.SIGSTOP)
         time.sleep(3)
         send([first], signal.SIGCONT)
-
-    def registry() -> None:
-        ray.kill(ray.get_actor(pool.workers.name + ray_cluster.REGISTRY, ray_cluster.NAMESPACE))
 
     return {
         "nothing": lambda: None,
@@ -170,12 +159,6 @@ def cases(pool: Pool, nodes: Nodes) -> dict[str, Callable[[], Any]]:
         "all workers at once, SIGKILL": lambda: send(pids, signal.SIGKILL),
         "one worker, then another 2 s later": twice,
         "one worker stands still (SIGSTOP) for 3 s": resumed,
-        "one worker hangs (SIGSTOP) for good": lambda: send([first], signal.SIGSTOP),
-        "an actor ended by `ray.kill`, to be restarted": lambda: ray.kill(
-            actor(1), no_restart=False
-        ),
-        "an actor ended by `ray.kill` for good": lambda: ray.kill(actor(1)),
-        "the registry": registry,
         "a node (its raylet), SIGKILL; replaced at once": lambda: nodes.replace(1),
         "a node stands still (SIGSTOP of all its processes), replaced after 12 s": lambda: (
             nodes.stop_then_replace(12)
@@ -191,20 +174,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     args = parser.parse_args()
-    dispatch.SILENT_S = 5.0  # instead of a minute
     began_s = time.monotonic()
     nodes = Nodes()
     pool = Pool(nodes.cluster.address)
     pool.ready()
     lines = [f"The pool was ready after {time.monotonic() - began_s:.0f} s.", "", *HEADER]
     quiet_s = min(pool.draw()[0] for _ in range(3))
-    for name in [name for name in cases(pool, nodes) if args.match in name]:
+    for name in [name for name in cases(nodes) if args.match in name]:
         pool.ready()
-        lines.append(pool.row(name, cases(pool, nodes)[name], quiet_s))
+        lines.append(pool.row(name, cases(nodes)[name], quiet_s))
         print(lines[-1], flush=True)
         if args.out:
             args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    ray_cluster.disconnect()
+    pool.renderer.close()
     nodes.cluster.shutdown()
 
 

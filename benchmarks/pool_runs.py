@@ -36,7 +36,7 @@ CONFIG = (
     *("evaluation.num_samples=4", "checkpoint.save_every_n_iterations=20", "tracking.page=false"),
 )
 NO_POOL = ("render_pool.workers=0",)
-TWO = ("render_pool.workers=2", "render_pool.num_cpus=0.5", "render_pool.max_wait_s=150")
+TWO = ("render_pool.workers=2",)
 
 
 def start(folder: Path, pool: tuple[str, ...], env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -235,28 +235,12 @@
     // Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
     // 'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses.
     address: 'auto',
-    // Runs that give one name share their workers; '' = derived from the renderer's section.
-    name: '',
-    // The ranks load the renderer too, and draw while all workers are busy.
-    'local': false,
     // GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     // the ranks have no GPU.
     num_gpus: 1,
-    // CPU cores that Ray reserves per worker.
-    num_cpus: 1,
-    // Further Ray resources per worker.
+    // Further Ray resources per worker, for example of the nodes that may run one (`ray start
+    // --resources`).
     resources: {},
-    // Ray labels of the nodes that may run workers.
-    labels: {},
-    // Batches that each rank keeps at a worker: one is drawn while the next is on its way.
-    batches_per_worker: 2,
-    // Workers that may die of one batch before its pictures are UNGRADED.
-    max_tries: 3,
-    // A worker that draws its first batch this long is restarted, s. Later batches may take four
-    // times as long as the longest so far, at least a minute.
-    first_batch_s: 900,
-    // How long a run waits while no worker is left before it saves and stops, s.
-    max_wait_s: 1800,
   },
 
   // The held-out evaluation: one completion per sample, greedy by default.

@@ -55,9 +55,6 @@ COMMANDS = {
     "launch": Command(
         "print a batch file for Slurm", "rl.tools.commands.launch", needs_torch=False
     ),
-    "pool": Command(
-        "keep render workers between runs", "rl.tools.commands.pool", needs_torch=False
-    ),
     "export": Command(
         "write a trained model as a folder for other tools", "rl.tools.commands.export"
     ),

@@ -27,7 +27,6 @@ from rl.config.schema import (
     ConfigError,
     JudgeConfig,
     PluginSection,
-    RenderPoolConfig,
     RewardKeys,
     RunConfig,
     SourceKeys,
@@ -40,7 +39,7 @@ from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
-    from rl.pool.ray_cluster import PooledRenderer
+    from rl.pool.pooled_renderer import PooledRenderer
     from rl.ranks.dist import Dist
 
 PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
@@ -154,8 +153,7 @@ class Resolved:
     @property
     def model_runners(self) -> Sequence[Plugin[ModelRunner]]:
         """The plugins that may run a frozen model on the ranks."""
-        pool = self.config.pool
-        renderers = [self.renderer] if pool is None or pool.local else []
+        renderers = [self.renderer] if self.config.pool is None else []
         return [*renderers, *self.rewards.values()]
 
     @property
@@ -371,16 +369,16 @@ def build_engine(
     return resolved.engine.cls(resolved.engine.config, setup)
 
 
-def build_render_pool(resolved: Resolved, pool: RenderPoolConfig, dist: Dist) -> PooledRenderer:
-    """Connect to the workers that draw in place of the ranks."""
-    from rl.pool.ray_cluster import pooled
+def build_render_pool(resolved: Resolved, dist: Dist) -> PooledRenderer:
+    """Start the workers that draw in place of the ranks."""
+    from rl.pool.pooled_renderer import pooled
 
     used = {
         resolve_device(claim.device, f"cuda:{rank}")
         for claim in claims(resolved)
         for rank in range(dist.world_size)
     }
-    return pooled(resolved.renderer, pool, dist, used)
+    return pooled(resolved.renderer, resolved.config, dist, used)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:

@@ -31,8 +31,6 @@ SUMMARY = {
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
     "renderer/pool_workers": "workers",
-    "renderer/pool_queue": "queue",
-    "renderer/pool_remote_share": "remote",
 }
 UNLESS_0 = {
     "status/ungraded": ("ungraded", ".1%"),

@@ -1,4 +1,4 @@
-"""Draws with a local Ray cluster, kills a worker, and writes what it saw."""
+"""Draws with a local Ray cluster, kills workers, and writes what it saw."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tiny_pictures import make_picture
 
 from rl import build
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.config.schema import RenderPoolConfig, load_config
+from rl.config.schema import load_config
 from rl.files import digest
-from rl.pool.ray_cluster import RayWorkers, pooled
+from rl.pool.pooled_renderer import pooled
 from rl.ranks.dist import Dist
 
 KEY = "hunter2hunter2"
@@ -49,54 +49,72 @@ def seen(drawn: Any) -> list[str]:
     ]
 
 
-def listening(process: psutil.Process) -> list[str]:
-    """Addresses on which the process's descendants listen."""
-    children = process.children(recursive=True)
-    sockets = [socket for child in children for socket in child.net_connections()]
+def listening(processes: list[psutil.Process]) -> list[str]:
+    """Addresses on which the processes listen."""
+    sockets = [socket for process in processes for socket in process.net_connections()]
     addresses = {socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}
     return sorted({address.removeprefix("::ffff:") for address in addresses})  # IPv4 as IPv6
 
 
+def actors(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.name().startswith("ray::Worker")]
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    config = load_config("configs/quickstart.jsonnet", ["renderer.batch_size=3"])
+    pool = ["render_pool.workers=2", "render_pool.address=local"]
+    config = load_config("configs/quickstart.jsonnet", ["renderer.batch_size=3", *pool])
     resolved = build.resolve(config)
     plugin, dist, me = resolved.renderer, Dist(), psutil.Process()
     local = build.build_renderer(resolved, dist)
     assert local.state_dim is not None
     expected = seen(local.render(jobs(local.state_dim)))
     result: dict[str, Any] = {"failures": [text for text in expected if " " in text]}
-    os.environ["JUDGE_API_KEY"] = KEY
+    os.environ["JUDGE_API_KEY"] = os.environ["HF_TOKEN"] = KEY
     handler = signal.signal(signal.SIGTERM, stop)
-    pool = RenderPoolConfig(workers=2, num_cpus=0.5, address="local")
-    renderer = pooled(plugin, pool, dist, set())
+    renderer = pooled(plugin, config, dist, set())
     renderer.wait()
     result["where"] = renderer.where
     result["handler_kept"] = signal.signal(signal.SIGTERM, handler) is stop
     result["equal"] = seen(renderer.render(jobs(local.state_dim))) == expected
-    dispatcher = renderer._dispatcher
-    while len(dispatcher.ready) < 2:  # the second one may still load
-        list(renderer.render(jobs(local.state_dim)))
-    result["listening"] = listening(me)
-    result["with_key"] = [
-        child.name() for child in me.children(recursive=True) if KEY in child.environ().values()
+
+    def draw_until(is_enough: Any) -> bool:
+        """Whether all calls drew what was expected, until the pool's state is `is_enough`."""
+        began_s, all_equal = time.monotonic(), True
+        while not is_enough(renderer._state) and time.monotonic() - began_s < 90:
+            all_equal &= seen(renderer.render(jobs(local.state_dim))) == expected
+        return all_equal
+
+    draw_until(lambda state: state.num_ready == 2)
+    processes = me.children(recursive=True)
+    result["listening"] = listening(processes)
+    result["public"] = [
+        path
+        for path in ("/tmp", *map(str, Path("/tmp").glob("ray_*")))
+        if path != "/tmp" and os.stat(path).st_mode & 0o077
     ]
-    workers: Any = dispatcher.workers
-    pids = [row["pid"] for row in workers.status()]
-    for child in me.children(recursive=True):  # as a terminal or a batch system does
-        child.terminate()
-    result["equal_after_stop"] = seen(renderer.render(jobs(local.state_dim))) == expected
-    result["restarts_after_stop"] = dispatcher.restarts
-    kept = RayWorkers(pool, workers._spec, detached=True)
-    result["states"] = [row["state"] for row in kept.status()]
-    kill = threading.Timer(0.1, lambda: os.kill(pids[0], signal.SIGKILL))
-    kill.start()
-    began_s, all_equal = time.monotonic(), True
-    while dispatcher.restarts == 0 and time.monotonic() - began_s < 60:
-        all_equal &= seen(renderer.render(jobs(local.state_dim))) == expected
-    result |= {"equal_after_kill": all_equal, "restarts": dispatcher.restarts}
+    result["with_key"] = [
+        child.name()
+        for child in processes
+        if child.name() != "ray::Worker" and KEY in str(child.environ().values())
+    ]
+    result["workers"] = len(actors(processes))
+    for count in (1, 2):  # the first worker, which drew the reference, and the other one
+        victim = actors(me.children(recursive=True))[0]
+        threading.Timer(0.1, victim.kill).start()
+        result[f"equal_after_kill_{count}"] = draw_until(
+            lambda state, count=count: state.num_lost >= count
+        )
+        result[f"lost_{count}"] = renderer._state.num_lost
+    result["equal_at_the_end"] = draw_until(lambda state: state.num_ready == 2)
     result["metrics"] = sorted(renderer.take_metrics())
     children = me.children(recursive=True)
+    raylet = next(child for child in children if child.name() == "raylet")
+    threading.Timer(0.1, raylet.kill).start()
+    try:
+        draw_until(lambda state: False)
+    except RuntimeError as error:
+        result["after_raylet"] = str(error)
     renderer.close()
     _, alive = psutil.wait_procs(children, timeout=20)
     result["left"] = [" ".join(child.cmdline())[:80] for child in alive]

@@ -72,7 +72,7 @@ FENCES = {
     "tensorboard": r"rl/tools/commands/follow\.py",
     "trackio": r"rl/tools/commands/follow\.py",
     "datasets": r"rl/data/[\w/]+\.py",
-    "ray": r"rl/pool/ray_cluster\.py",
+    "ray": r"rl/pool/ray_process\.py",
 }
 """Third-party package -> the only files that may import it."""
 

@@ -61,8 +61,6 @@ class Iteration:
     """GPUs of the pool; 0: the ranks draw the pictures themselves."""
     judge_slots: int = 1
     """Requests that the judges answer at once, each within `judge_s`."""
-    local: bool = False
-    """Whether the ranks draw pictures beside the workers."""
 
     @property
     def num_pictures(self) -> int:
@@ -73,13 +71,12 @@ class Iteration:
     def total_s(self) -> float:
         """Seconds of the iteration: every stage takes as long as its slowest resource.
 
-        Left out: the network, pictures that reach the judge all at once, and with `local` that
-        ranks condition while workers draw; also deaths, start-up, held-out evaluations,
-        `max_staleness`, and how a GPU slows down in small batches.
+        Left out: the network, pictures that reach the judge all at once, deaths, start-up, held-out
+        evaluations, `max_staleness`, and how a GPU slows down in small batches.
 
         Beside a simulation of the events, before that was deleted, with a link of 10 Gbit/s in
         both: in 220 cases of five shipped configs, median error 0.1 %, 90 % within 7.4 %, worst
-        16 %; with `local`, in 200 cases, 0.8, 9.6 and 22 %.
+        16 %.
         """
         each = self.num_groups * self.group_size
         batch = min(self.batch_size, each)
@@ -87,14 +84,11 @@ class Iteration:
         rendered_s = conditioning_s + each * self.draw_s
         if self.workers:
             batches = self.num_ranks * math.ceil(each / batch)
-            ranks_draw = self.local and batches > self.workers
-            gpus = self.workers + self.num_ranks * ranks_draw
             # Whole rounds, or the mean and a batch less its own share: each batch goes to the first
-            # GPU that is free, and a rank's last one may be small. A worker holds a second batch
-            # before a rank draws one.
-            rounds = math.ceil(batches / gpus) + ranks_draw
-            uneven_s = self.num_pictures * self.draw_s / gpus + batch_s * (1 - 1 / gpus)
-            drawing_s = min(rounds * batch_s, uneven_s)
+            # worker that is free, and a rank's last one may be small.
+            mean_s = self.num_pictures * self.draw_s / self.workers
+            uneven_s = mean_s + batch_s * (1 - 1 / self.workers)
+            drawing_s = min(math.ceil(batches / self.workers) * batch_s, uneven_s)
             rendered_s = max(conditioning_s + batch_s, self.condition_s + drawing_s)
         judging_s = self.num_pictures * self.questions * self.judge_s / self.judge_slots
         last_s = math.ceil(self.questions / self.judge_slots) * self.judge_s
@@ -258,7 +252,7 @@ def pool_lines(resolved: Resolved) -> list[str]:
         renderer = [row.gb for row in planned.rows if row.part.startswith(resolved.renderer.key)]
         lines.append(f"a worker takes {CONTEXT_GB + sum(renderer):.1f} GB of its GPU")
     try:
-        work = replace(computed(resolved), local=pool.local)
+        work = computed(resolved)
     except ValueError as error:
         return [*lines, f"time not planned: {error}"]
     enough = enough_workers(work)

@@ -414,28 +414,12 @@ class RenderPoolConfig(Section):
     address: Annotated[str, Field(pattern=r"^(auto|local|[^\s/]+:\d{1,5})$")] = "auto"
     """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
     'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
-    name: str = ""
-    """Runs that give one name share their workers; '' = derived from the renderer's section."""
-    local: bool = False
-    """The ranks load the renderer too, and draw while all workers are busy."""
     num_gpus: Annotated[float, Field(ge=0, le=64)] = 1.0
     """GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     the ranks have no GPU."""
-    num_cpus: Annotated[float, Field(ge=0, le=1024)] = 1.0
-    """CPU cores that Ray reserves per worker."""
     resources: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = {}
-    """Further Ray resources per worker."""
-    labels: dict[str, str] = {}
-    """Ray labels of the nodes that may run workers."""
-    batches_per_worker: Annotated[int, Field(ge=1, le=64)] = 2
-    """Batches that each rank keeps at a worker: one is drawn while the next is on its way."""
-    max_tries: Annotated[int, Field(ge=1, le=100)] = 3
-    """Workers that may die of one batch before its pictures are UNGRADED."""
-    first_batch_s: Annotated[float, Field(gt=0, le=MAX_S)] = 900.0
-    """A worker that draws its first batch this long is restarted, s. Later batches may take four
-    times as long as the longest so far, at least a minute."""
-    max_wait_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1800.0
-    """How long a run waits while no worker is left before it saves and stops, s."""
+    """Further Ray resources per worker, for example of the nodes that may run one (`ray start
+    --resources`)."""
 
 
 class RunConfig(Section):
@@ -575,24 +559,10 @@ def load_config(
         values, mistakes = loading.from_earl(values, list(RunConfig.model_fields), Path(path).stem)
         if mistakes:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
-    config, mistakes = validate(RunConfig, _with_pool(values))
+    config, mistakes = validate(RunConfig, values)
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
-
-
-def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with `renderer: { type: 'ray_pool', of: ... }` split into both sections, so that
-    every key of the renderer has the same name with and without a pool."""
-    renderer = values.get("renderer")
-    given = values.get("render_pool") or {}
-    if not (isinstance(renderer, Mapping) and isinstance(given, Mapping)):
-        return values
-    if renderer.get("type") != "ray_pool":
-        return values
-    pool = {key: value for key, value in renderer.items() if key not in ("type", "of")}
-    section = {**given, "workers": given.get("workers") or "auto", **pool}
-    return {**values, "renderer": renderer.get("of"), "render_pool": section}
 
 
 def _no_config(path: str) -> str:

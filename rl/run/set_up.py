@@ -353,8 +353,8 @@ def _load_models(
     """
     _raise_if_stopped(dist)
     pooled = None
-    if pool := resolved.config.pool:  # before vLLM, which imports Ray without a token
-        pooled = build.build_render_pool(resolved, pool, dist)
+    if resolved.config.pool:  # now, because its workers take long to load the renderer
+        pooled = build.build_render_pool(resolved, dist)
         stack.callback(pooled.close)
         console.say(f"pictures are drawn by {pooled.where}")
     may_stay, claim = _engine_memory(resolved, policy, dist, console)

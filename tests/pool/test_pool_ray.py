@@ -1,4 +1,4 @@
-"""Real Ray actors draw what the rank draws, also when one of them is killed, and leave nothing."""
+"""Real Ray actors draw what the rank draws, also when some are killed, and leave nothing."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from rl.pool.ray_cluster import RayWorkers
+from tiny_messages import holds
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> None:
-    """In a process of its own, because vLLM imports Ray, which then has no token."""
+    """In a process of its own, so that it sees what is left of its children."""
     folder = tmp_path / ("long" * 20)  # no socket's path may be so long
     folder.mkdir()
     paths = {"TMPDIR": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     env = {**os.environ, **paths}
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
-    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=600)
+    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=900)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
-    assert found["equal_after_stop"] and found["restarts_after_stop"] == 0
-    assert found["equal"] and found["equal_after_kill"] and found["restarts"] >= 1
-    assert found["failures"] == ["no_source: an editor needs a source picture"]
-    assert found["listening"] == ["127.0.0.1"]
+    assert found["equal"] and found["failures"] == ["no_source: an editor needs a source picture"]
+    for number in (1, 2):
+        assert found[f"equal_after_kill_{number}"] and found[f"lost_{number}"] == number
+    assert found["equal_at_the_end"] and found["workers"] == 2
+    assert found["listening"] == ["127.0.0.1"] and found["public"] == []
     assert found["with_key"] == [], "processes of Ray inherit no key of the run"
-    assert found["states"] == [RayWorkers.OF_A_RUN] * 2
     assert found["handler_kept"], "Ray replaces the handler of SIGTERM"
+    assert holds(found["after_raylet"], "raylet ... has ended ... same command")
     assert "ends with the run" in found["where"] and found["left"] == []
-    assert {"pool_workers", "pool_remote_share"} <= set(found["metrics"])
+    assert {"pool_workers", "pool_restarts"} <= set(found["metrics"])

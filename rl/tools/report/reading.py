@@ -305,9 +305,7 @@ CURVES = (
         "Render pool",
         (
             Line("renderer/pool_workers", "workers that could draw"),
-            Line("renderer/pool_queue", "batches that waited", "dash"),
             Line("renderer/pool_restarts", "workers lost", "dot"),
-            Line("renderer/pool_remote_share", "share of the pictures", "dashdot"),
         ),
     ),
     Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),

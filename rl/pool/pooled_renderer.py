@@ -1,0 +1,252 @@
+"""A renderer whose pictures are drawn by actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import count
+from multiprocessing.connection import Pipe
+from typing import Any
+
+import psutil
+import torch
+from PIL import Image
+
+from rl.api.metric import Metric
+from rl.api.plugin import Resources
+from rl.api.renderer import Renderer
+from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
+from rl.config.schema import RunConfig
+from rl.judge.server import NEEDED_SECRETS
+from rl.pool import ray_process
+from rl.pool.ray_process import Done, Failed, Start, State, Task, receive, send
+from rl.printing import environment_without
+from rl.ranks import heartbeat, signals
+from rl.ranks.dist import Dist
+from rl.renderers.diffusion_loop import OUT_OF_MEMORY, Fits, batches_of
+
+METRICS: Mapping[str, Metric] = {
+    "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
+    "pool_restarts": Metric("workers", "lost, in whose place others were started"),
+}
+STOP_S = 2.0
+"""Ray may end a little before the rank of a signal that asks both to stop."""
+
+
+class PooledRenderer(Renderer[Any]):
+    """Has the interface of the renderer that the pool's actors run. Which batch a picture is drawn
+    in does not depend on the actors, so their number changes no bit."""
+
+    def __init__(self, plugin: Any, config: RunConfig, dist: Dist, used: Set[str]) -> None:
+        """Starts a process that uses Ray, and with it the actors, which load the renderer
+        meanwhile. Collective. `plugin`: the renderer's (`build.Plugin`); `used`: the run's own
+        devices. Raises ValueError on all ranks if the cluster cannot be used on one."""
+        super().__init__(plugin.config, Resources(None, dist.device))
+        self._cls = plugin.cls
+        self._fits: Fits = {}
+        self._numbers = count()
+        self._state = State(0, 0, None)
+        self._is_loaded = False
+        self._lost_before = 0
+        self._metrics: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        spec = ray_process.spec_of(plugin.cls, plugin.config, torch.get_num_threads(), dist.device)
+        spec["name"] = "run-" + blake2b(bytes(config.run_dir.absolute()), digest_size=6).hexdigest()
+        spec["secrets"] = {key: os.environ[key] for key in NEEDED_SECRETS if key in os.environ}
+        joins, where, failure = None, "", ""
+        for is_main in (True, False):  # rank 0 finds or starts the cluster, the others join it
+            if dist.is_main is is_main:
+                try:
+                    free = _free_gpus(dist, used) if is_main else None
+                    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)
+                    may_start = int(on_one_node) == dist.world_size
+                    offset = dist.rank / dist.world_size
+                    start = Start(spec, config.render_pool, joins, free, offset, may_start)
+                    where, joins = self._started(start)
+                except Exception as error:
+                    failure = str(error)
+            replies = dist.gather((joins, failure))
+            failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]
+            if failures:
+                raise ValueError(failures[0].removeprefix("rank 0: "))
+            joins = replies[0][0]
+        self.where = where
+
+    def _started(self, start: Start) -> tuple[str, tuple[str, str]]:
+        """Start the process: (what it found, address and token for other ranks)."""
+        self._pipe, child = Pipe()
+        program = "import sys; from rl.pool.ray_process import main; main(int(sys.argv[1]))"
+        # In a session of its own: what stops a run must not reach Ray before the run has saved.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(child.fileno())],
+            env=environment_without("RAY_AUTH_TOKEN"),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[child.fileno()],
+            start_new_session=True,
+        )
+        child.close()
+        send(self._pipe, start)
+        found = self._received(timeout_s=None)
+        assert isinstance(found, tuple)
+        return found
+
+    def wait(self) -> None:
+        """Wait until an actor has loaded the renderer. Raises RuntimeError if none can."""
+        while self._state.num_ready == 0 and not signals.stop_received():  # the caller sees it
+            self._received()
+        self.state_dim = self._state.state_dim
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Any]]:
+        """Raises RuntimeError if no actor is left, and what the renderer raises."""
+        batches = batches_of(jobs, lambda job: self._cls.batch_of(self.config, job), self._fits)
+        halves: list[Any] = []
+        sent: dict[int, Any] = {}
+        while True:
+            while len(sent) < self._room():
+                batch = halves.pop() if halves else next(batches, None)
+                if batch is None:
+                    break
+                sent[self._send("draw", packed(job for _, job in batch[1]))] = batch
+            if not sent:
+                return
+            done = self._received()
+            if signals.stop_received():  # the caller sees it, and drops this picture
+                _, [(number, _), *_] = next(iter(sent.values()))
+                yield number, RenderFailure("the run is asked to stop")
+                return
+            if isinstance(done, Done) and done.number in sent:
+                key, members = sent.pop(done.number)
+                if _lacked_memory(done.result) and len(members) > 1:
+                    # Later ones, too: every actor draws the same batches, and so the same bits.
+                    half = (len(members) + 1) // 2
+                    self._fits[key] = min(half, self._fits.get(key, half))
+                    halves += [(key, members[half:]), (key, members[:half])]
+                    continue
+                yield from self._outcomes(done, members)
+
+    def _room(self) -> int:
+        """Batches that may be under way: what the actors take, and one more."""
+        return ray_process.AT_ONCE * self._state.num_ready + 1
+
+    def _outcomes(self, done: Done, members: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        for name, value in done.metrics.items():
+            self._metrics[name].append((value, len(members)))
+        outcomes = done.result
+        if isinstance(outcomes, RenderFailure):
+            outcomes = [outcomes] * len(members)
+        for (number, _), outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, Image.Image):
+                outcome.info["drawn_by"] = done.drawn_by
+            yield number, outcome
+
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        return self._prepared("encode_sources", samples, area_px)
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        return self._prepared("decode_sources", samples)
+
+    def _prepared(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Sample]:
+        if getattr(self._cls, method) is getattr(Renderer, method):
+            return list(samples)
+        number = self._send("prepare", method, samples, *arguments)
+        while not signals.stop_received():  # the caller sees it
+            done = self._received()
+            if isinstance(done, Done) and done.number == number:
+                if isinstance(done.result, RenderFailure):
+                    raise RuntimeError(f"render_pool: {method}: {done.result.reason}")
+                return list(done.result)
+        return list(samples)
+
+    def _send(self, kind: ray_process.Kind, *arguments: Any) -> int:
+        number = next(self._numbers)
+        with suppress(BrokenPipeError):  # the next `_received` says so
+            send(self._pipe, Task(number, kind, arguments))
+        return number
+
+    def _received(self, timeout_s: float | None = ray_process.POLL_S) -> Any:
+        """The process's next message; None if none comes. Raises ValueError and RuntimeError."""
+        heartbeat.note_wait()
+        try:
+            message = receive(self._pipe) if self._pipe.poll(timeout_s) else None
+        except (EOFError, ConnectionResetError):
+            time.sleep(STOP_S)
+            if signals.stop_received():
+                return None
+            message = Failed("runtime", ray_process.RAY_ENDED)
+        if isinstance(message, Failed):
+            raise (ValueError if message.kind == "value" else RuntimeError)(message.text)
+        if isinstance(message, State):
+            self._state = message
+        return message
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """The renderer's metrics, as means over the pictures, and the pool's own."""
+        means = {
+            name: sum(value * n for value, n in values) / sum(n for _, n in values)
+            for name, values in self._metrics.items()
+        }
+        self._metrics.clear()
+        num_lost = self._state.num_lost - self._lost_before
+        self._lost_before = self._state.num_lost
+        return means | {"pool_workers": self._state.num_ready, "pool_restarts": num_lost}
+
+    def close(self) -> None:
+        """Leave the cluster; one that this rank has started ends."""
+        self._pipe.close()
+        self._process.wait()
+
+
+def packed(jobs: Iterable[RenderJob]) -> list[RenderJob]:
+    """The jobs without what only rewards read, their states in host memory; a tensor that several
+    jobs share is sent once."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def on_cpu(tensor: torch.Tensor | None) -> Any:
+        return None if tensor is None else moved.setdefault(id(tensor), tensor.detach().cpu())
+
+    made = []
+    for job in jobs:
+        payload = job.payload
+        if isinstance(payload, HiddenStates):
+            embeds, negative = on_cpu(payload.embeds), on_cpu(payload.negative_embeds)
+            payload = replace(payload, embeds=embeds, negative_embeds=negative)
+        sample = replace(job.sample, target=None, target_codes=None, hidden={})
+        made.append(replace(job, sample=sample, payload=payload))
+    return made
+
+
+def _lacked_memory(outcomes: Any) -> bool:
+    """Whether a picture failed because the batch did not fit in memory."""
+    return isinstance(outcomes, list) and any(
+        isinstance(each, RenderFailure) and each.reason.startswith(OUT_OF_MEMORY)
+        for each in outcomes
+    )
+
+
+def _free_gpus(dist: Dist, used: Set[str]) -> str | None:
+    """This machine's GPUs that are neither `used` nor those of a judge that this process has
+    started, as in CUDA_VISIBLE_DEVICES; '' if there is none, None if the ranks use none."""
+    if not dist.device.startswith("cuda"):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    taken: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            stated = child.environ().get("CUDA_VISIBLE_DEVICES", "")
+            taken |= set(stated.split(",")) if stated != visible else set()
+    free = [name for i, name in enumerate(names) if f"cuda:{i}" not in used and name not in taken]
+    return ",".join(free)
+
+
+def pooled(plugin: Any, config: RunConfig, dist: Dist, used: Set[str]) -> PooledRenderer:
+    """The renderer of `plugin` in the pool of `config`, with the metrics of both."""
+    members = {"metrics": {**plugin.cls.metrics, **METRICS}, "accepts": plugin.cls.accepts}
+    made: PooledRenderer = type("Pooled", (PooledRenderer,), members)(plugin, config, dist, used)
+    return made

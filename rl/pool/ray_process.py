@@ -1,0 +1,568 @@
+"""The process beside a rank that uses Ray: it sends batches to actors, each with a renderer.
+
+`rl.pool.pooled_renderer` starts it and speaks to it through a pipe. Ray ends a process whose raylet
+dies, and replaces its signal handlers: so it may have this process, and no rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle  # nosec B403 - between a rank and its own process
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rl.api.plugin import PlacedConfig, Resources, reported_by
+from rl.api.renderer import Renderer
+from rl.api.types import RenderFailure, RenderJob
+from rl.config.schema import RAY_MISSING, RenderPoolConfig
+from rl.console import duration, warn
+from rl.files import digest
+from rl.ranks import signals
+from rl.ranks.dist import resolve_device
+
+POLL_S = 0.2
+LOOK_EVERY_S = 2.0
+"""Interval at which actors are started in place of those that died."""
+AT_ONCE = 2
+"""Batches that a rank keeps at an actor: one is drawn while the next is on its way."""
+MAX_TRIES = 3
+"""Actors that may die of a batch before its pictures are UNGRADED."""
+HANG_S = 1800.0
+"""An actor that answers nothing this long, though it has a batch, is ended."""
+MAX_WAIT_S = 1800.0
+"""How long a run waits while there is no actor before it saves and stops."""
+WARN_EVERY_S = 60.0
+RAY_ENDED = (
+    "render_pool: Ray's process on this machine (raylet) has ended: something killed it, or the "
+    "cluster's head did not answer for a minute. The run resumes with the same command"
+)
+NAMESPACE = "vlm_edit_rl"
+FIRST = "first"
+"""Beginning of the name of the actor that draws the pool's first batch, which all others check."""
+INHERITED = ("TORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "MKL_", "HF_HUB_", "HF_HOME")
+"""Beginnings of the environment variables that an actor gets from the rank: they change where a
+model is found and how it computes."""
+
+Kind = Literal["draw", "prepare"]
+
+
+class Start(NamedTuple):
+    """A rank's first message."""
+
+    spec: Mapping[str, Any]
+    pool: RenderPoolConfig
+    joins: tuple[str, str] | None
+    """(address, token or '') of the cluster that rank 0 found or started; None for rank 0."""
+    free_gpus: str | None
+    """For a cluster that this process starts: this machine's free GPUs, as CUDA_VISIBLE_DEVICES
+    names them; None: actors use none."""
+    offset: float
+    """Rank / number of ranks: each rank begins with another actor."""
+    may_start: bool
+    """Whether this process may start Ray on this machine."""
+
+
+class Task(NamedTuple):
+    """A rank's request."""
+
+    number: int
+    kind: Kind
+    arguments: tuple[Any, ...]
+    """draw: (jobs,); prepare: (the renderer's method, its arguments)."""
+
+
+class Done(NamedTuple):
+    """The answer to a task."""
+
+    number: int
+    result: Any
+    """draw: an outcome per job; prepare: what the method returned; a failure if actors died."""
+    metrics: Mapping[str, float]
+    drawn_by: str
+
+
+class State(NamedTuple):
+    """What a rank learns about the pool before an answer and whenever it changes."""
+
+    num_ready: int
+    num_lost: int
+    state_dim: int | None
+
+
+class Failed(NamedTuple):
+    """The pool cannot go on."""
+
+    kind: Literal["value", "runtime"]
+    text: str
+
+
+def send(pipe: Connection, message: NamedTuple | tuple[Any, ...]) -> None:
+    """Send without torch's own pickling, which would share memory and not copy it."""
+    pipe.send_bytes(pickle.dumps(message, protocol=5))
+
+
+def receive(pipe: Connection) -> Any:
+    """Wait for a message. Raises EOFError if the other end is closed."""
+    return pickle.loads(pipe.recv_bytes())  # nosec B301
+
+
+# ---- actors --------------------------------------------------------------------------------------
+
+
+def spec_of(cls: type[Renderer[Any]], config: Any, num_threads: int, device: str) -> dict[str, Any]:
+    """What an actor needs to make the renderer. Relative paths in the section, and the user's own
+    plugins, are found from the rank's working folder and `sys.path`. `device`: the rank's; actors
+    use GPUs if the renderer would use one on the rank."""
+    section = config.model_dump(mode="json", exclude_unset=True)
+    if isinstance(config, PlacedConfig):
+        device, section["device"] = resolve_device(config.device, device), "auto"
+    names = {"module": cls.__module__, "class": cls.__name__, "section": section}
+    places = {"cwd": os.getcwd(), "path": sys.path}
+    return {**names, **places, "on_gpu": device.startswith("cuda"), "num_threads": num_threads}
+
+
+class Worker:
+    """A Ray actor with a renderer, which draws one batch at a time."""
+
+    def __init__(
+        self, spec: Mapping[str, Any], reference: tuple[Sequence[RenderJob], Sequence[str]] | None
+    ) -> None:
+        """`reference`: the pool's first batch and the digests of its pictures. Raises RuntimeError
+        if they are drawn with other bits here, so that nothing is drawn by this actor."""
+        import torch
+
+        if os.path.isdir(spec["cwd"]):
+            os.chdir(spec["cwd"])
+        sys.path += [path for path in spec["path"] if path not in sys.path]
+        torch.set_num_threads(spec["num_threads"])
+        cls = getattr(import_module(spec["module"]), spec["class"])
+        if spec["on_gpu"] and not torch.cuda.is_available():
+            raise RuntimeError("Ray gave it no GPU (render_pool.num_gpus)")
+        torch.backends.cudnn.allow_tf32 = False  # as on the ranks
+        config = cls.Config.model_validate(spec["section"])
+        if spec["on_gpu"] and (limit_gb := getattr(config, "max_memory_gb", None)):
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total), 0)
+        resources = Resources(None, "cuda:0" if spec["on_gpu"] else "cpu", may_split=False)
+        self._renderer: Renderer[Any] = cls(config, resources)
+        if reference is not None:
+            jobs, expected = reference
+            if digests_of(self.draw(jobs)[0]) != list(expected):
+                raise RuntimeError(
+                    "it draws other bits of the first batch than the pool: it has other weights, "
+                    "versions, kernels or settings"
+                )
+
+    def state_dim(self) -> int | None:
+        return self._renderer.state_dim
+
+    def draw(self, jobs: Sequence[RenderJob]) -> tuple[list[Any], Mapping[str, float]]:
+        """(an outcome per job, the renderer's metrics)."""
+        try:
+            drawn = dict(self._renderer.render(jobs))
+        except Exception as error:
+            if signals.is_lost_device(error):
+                os._exit(1)  # another actor draws the batch
+            raise
+        reported = reported_by(self._renderer)
+        metrics = {} if isinstance(reported, Exception) else dict(reported)
+        return [drawn[number] for number in range(len(jobs))], metrics
+
+    def prepare(self, method: str, *arguments: Any) -> tuple[Any, Mapping[str, float]]:
+        """(the result of the renderer's `encode_sources` or `decode_sources`, no metrics)."""
+        return getattr(self._renderer, method)(*arguments), {}
+
+
+def digests_of(outcomes: Sequence[Any]) -> list[str]:
+    """A hash of each picture's pixels, or the failure's text."""
+    return [
+        repr(o) if o is None or isinstance(o, RenderFailure) else digest(o).hex() for o in outcomes
+    ]
+
+
+class Registry:
+    """A Ray actor that keeps the pool's first batch for actors that start later."""
+
+    def __init__(self) -> None:
+        self._reference: Any = None
+
+    def agree(self, reference: Any) -> Any:
+        """The reference; the first one that is given is kept (None: only asks)."""
+        self._reference = self._reference or reference
+        return self._reference
+
+
+# ---- pool ----------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Running:
+    """A call of an actor."""
+
+    task: Task
+    name: str
+    handle: Any
+    since_s: float
+
+
+@dataclass(eq=False)
+class Pool:
+    """The actors, and the tasks of one rank."""
+
+    ray: Any
+    start: Start
+    options: Mapping[str, Any]
+    """Of Ray, for every actor: resources, environment, namespace."""
+    prefix: str
+    """Beginning of the actors' names: those of one run."""
+    num_lost: int = 0
+    state_dim: int | None = None
+    handles: dict[str, Any] = field(default_factory=dict)
+    starting: dict[Any, str] = field(default_factory=dict)
+    """Call of `state_dim`, which is answered when the renderer is loaded -> actor."""
+    ready: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Actor that could not start -> why."""
+    queue: deque[Task] = field(default_factory=deque)
+    running: dict[Any, Running] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    reference: Any = None
+    """(the first batch that was drawn, the digests of its pictures)."""
+    registry: Any = None
+    _looked_s: float = -1e9
+    _ready_s: float = field(default_factory=time.monotonic)
+    _warned_s: float = -1e9
+
+    def step(self) -> list[Done]:
+        """Start actors and calls, wait at most `POLL_S` for one; the tasks that are done. Raises
+        RuntimeError if no actor can be started or none has been ready for `MAX_WAIT_S`, and what
+        the renderer raises."""
+        self._look()
+        self._send()
+        calls = [*self.starting, *self.running]
+        if not calls:
+            time.sleep(POLL_S)
+            return []
+        finished, _ = self.ray.wait(calls, num_returns=1, timeout=POLL_S)
+        done = []
+        for call in finished:
+            if call in self.starting:
+                self._started(self.starting.pop(call), call)
+            else:
+                done += self._finished(self.running[call], call)
+                del self.running[call]
+        return done
+
+    def _look(self) -> None:
+        """Start missing actors, end those that hang, and give up without any."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        own = self.ray.get_runtime_context().get_node_id()
+        if own not in [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]:
+            raise RuntimeError(RAY_ENDED)
+        self.reference = self.reference or self._agree(None)
+        all_refused = len(self.refused) >= MAX_TRIES and not self.handles
+        for name in () if all_refused else self._wanted():
+            if name not in self.handles and name not in self.refused:
+                self._create(name)
+        for each in [*self.running.values()]:
+            if now_s - each.since_s > HANG_S:
+                self._lose(each, f"it has not answered for {duration(HANG_S)}")
+        if self.ready:
+            self._ready_s = now_s
+            return
+        waited_s = now_s - self._ready_s
+        if waited_s > MAX_WAIT_S or all_refused:
+            reasons = "".join(f"\n{name}: {why}" for name, why in self.refused.items())
+            raise RuntimeError(
+                f"render_pool: no worker can draw after {duration(waited_s)}; `ray status` says "
+                f"more. The run resumes with the same command{reasons}"
+            )
+        if waited_s > WARN_EVERY_S / 4 and now_s - self._warned_s > WARN_EVERY_S:
+            self._warned_s = now_s
+            warn(
+                f"render_pool: no worker is ready for {duration(waited_s)} now; the run waits up "
+                f"to {duration(MAX_WAIT_S)}"
+            )
+
+    def _wanted(self) -> list[str]:
+        """Names of the actors that should exist; Ray keeps those without a place in its queue."""
+        if self.reference is None:
+            return [f"{FIRST}-{len(self.refused)}"]
+        workers = self.start.pool.workers
+        number = workers if isinstance(workers, int) else self._places()
+        has_first = any(name.startswith(FIRST) for name in self.handles)
+        return [str(n) for n in range(number - has_first)]
+
+    def _places(self) -> int:
+        """Number of actors that the cluster has room for; at least one."""
+        totals = self.ray.cluster_resources()
+        needs = {"GPU": self.options["num_gpus"], "CPU": self.options["num_cpus"]}
+        needs |= self.options["resources"]
+        places = (totals.get(key, 0) / value for key, value in needs.items() if value)
+        return max(1, int(min(places, default=1)))
+
+    def _create(self, name: str) -> None:
+        actor = self.ray.remote(Worker).options(**self.options, name=f"{self.prefix}/{name}")
+        self.handles[name] = actor.remote(self.start.spec, self.reference)
+        self.starting[self.handles[name].state_dim.remote()] = name
+
+    def _send(self) -> None:
+        """Send tasks to the actors with the fewest calls, to each at most `AT_ONCE`."""
+        while self.queue and self.ready:
+            begin = int(self.start.offset * len(self.ready))
+            busy = [each.name for each in self.running.values()]
+            name = min(self.ready[begin:] + self.ready[:begin], key=busy.count)
+            if busy.count(name) >= AT_ONCE:
+                return
+            task = self.queue.popleft()
+            handle = self.handles[name]
+            call = getattr(handle, task.kind).remote(*task.arguments)
+            self.running[call] = Running(task, name, handle, time.monotonic())
+
+    def _started(self, name: str, call: Any) -> None:
+        try:
+            self.state_dim = self.ray.get(call)
+            self.ready.append(name)
+        except self.ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", False):
+                self.refused[name] = _last_line(error)
+                warn(f"render_pool: worker {name} is not used: {self.refused[name]}")
+            self.handles.pop(name, None)
+
+    def _finished(self, done: Running, call: Any) -> list[Done]:
+        task = done.task
+        try:
+            result, metrics = self.ray.get(call)
+        except self.ray.exceptions.RayTaskError as error:  # the renderer's own
+            if isinstance(error.cause, ValueError):
+                raise ValueError(f"render_pool: {error.cause}") from None
+            raise RuntimeError(f"render_pool: worker {done.name}: {_last_line(error)}") from None
+        except self.ray.exceptions.RayError as error:
+            self._lose(done, _last_line(error))
+            if self.tries.get(task.number, 0) < MAX_TRIES:
+                self.queue.appendleft(task)
+                return []
+            text = f"worker_lost: {_last_line(error)} (after {MAX_TRIES} tries)"
+            return [Done(task.number, RenderFailure(text), {}, "")]
+        for each in self.running.values():
+            if each.handle is done.handle:
+                each.since_s = time.monotonic()  # it draws this one only now
+        if task.kind == "draw" and self.reference is None:
+            self._propose(task.arguments[0], result)
+        return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
+
+    def _propose(self, jobs: Sequence[RenderJob], outcomes: Sequence[Any]) -> None:
+        """Make this batch the reference, if all of its pictures were drawn."""
+        if not any(outcome is None or isinstance(outcome, RenderFailure) for outcome in outcomes):
+            reference = (jobs, digests_of(outcomes))
+            self.reference = self._agree(reference) or reference
+
+    def _agree(self, reference: Any) -> Any:
+        if self.registry is None:
+            nothing: Mapping[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+            options = {**self.options, **nothing, "runtime_env": {}}
+            actor = self.ray.remote(Registry).options(**options, name=f"{self.prefix}/registry")
+            self.registry = actor.remote()  # kept: an actor ends with its creator's handle
+        try:
+            return self.ray.get(self.registry.agree.remote(reference), timeout=60)
+        except self.ray.exceptions.RayError:  # it was lost with its node; asked again soon
+            self.registry = None
+            return None
+
+    def _lose(self, call: Running, reason: str) -> None:
+        """Forget the actor of a call; another one is started in its place. The batch that it was
+        drawing is its oldest one."""
+        if self.handles.get(call.name) is call.handle:  # else an earlier call has reported it
+            del self.handles[call.name]
+            self.ready.remove(call.name)
+            self.num_lost += 1
+            drawn = next(each.task for each in self.running.values() if each.handle is call.handle)
+            self.tries[drawn.number] = self.tries.get(drawn.number, 0) + 1
+            warn(f"render_pool: worker {call.name} is lost ({reason}); another draws its batches")
+            self.ray.kill(call.handle)
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of Ray's message, which names the cause."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+# ---- cluster -------------------------------------------------------------------------------------
+
+
+def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
+    """Connect this process to Ray: (its module, what was found, (address, token) for other ranks,
+    folder to delete at the end or '').
+
+    Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
+    reached.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address, token = start.joins or (start.pool.address, "")
+    if start.joins is None and address == "auto":
+        address = _running_here() or "local"
+    is_local = address == "local" or bool(token)
+    if is_local:
+        token = token or secrets.token_hex(32)
+        os.environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            # Ray's switch for macOS and Windows; it makes every process listen on 127.0.0.1 only.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_enable_metrics_collection": "0",
+            # Ray gives up on a process that takes a minute to start, as on a busy machine.
+            "RAY_worker_register_timeout_seconds": "600",
+            "RAY_raylet_start_wait_time_s": "600",
+        }
+    elif start.joins is None:
+        _require_token(address)
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(RAY_MISSING) from error
+    options: dict[str, Any] = {}
+    folder = ""
+    if address == "local":
+        if not start.may_start:
+            raise ValueError(
+                "render_pool: no Ray cluster is found, and a run on several machines does not "
+                "start one: run `ray start` on every node first (docs/scale.md)"
+            )
+        # Not Ray's own folder, where other programs look for it, nor in TMPDIR, because a socket's
+        # path has at most 107 bytes, of which Ray's names need 64. Ray makes its folder public, so
+        # it is inside a private one.
+        folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
+        gpus = start.free_gpus
+        if gpus == "":
+            raise ValueError(
+                "render_pool: the ranks (and a judge that the run starts) use all GPUs of this "
+                "machine, and no Ray cluster with others is found; start fewer ranks (--nproc), or "
+                "join machines with `ray start` (docs/scale.md)"
+            )
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        options = {
+            "num_gpus": None if gpus is None else len(gpus.split(",")),
+            "_temp_dir": f"{folder}/r",
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+        }
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **options,
+        )
+    except ConnectionError as error:
+        raise ValueError(
+            f"render_pool.address: no Ray cluster answers at {address!r} ({_last_line(error)}); "
+            "start one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray "
+            "process on its own node"
+        ) from None
+    found = ray.get_runtime_context().gcs_address
+    where = f"the Ray cluster at {found}"
+    if is_local:
+        where = f"a Ray cluster on this machine, {found}, which ends with the run"
+    return ray, where, (found, token), folder
+
+
+def _running_here() -> str:
+    """Address of the cluster that this machine belongs to; '' if none answers."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    with suppress(OSError, ValueError):  # no cluster, or a damaged file
+        address = Path(_ADDRESS_FILE).read_text(encoding="utf-8").strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            return address
+    return ""
+
+
+_ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only looked for
+
+
+def _require_token(address: str) -> None:
+    """Raises ValueError if this run sends no token, or if the cluster accepts a wrong one."""
+    wrong = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        ask = [sys.executable, "-c", _ASK_HEAD, address]
+        if subprocess.run(ask, env=wrong, capture_output=True).returncode != 0:
+            return  # also an unreachable one, which is reported when the run connects
+    raise ValueError(
+        "render_pool: a Ray cluster without token authentication runs any code of whoever reaches "
+        "its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on every node and of "
+        "this run, with one token for all (`ray get-auth-token --generate`, SECURITY.md). "
+        "render_pool.address=local does not use that cluster"
+    )
+
+
+# A program that fails unless the cluster answers.
+_ASK_HEAD = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+
+
+def serve(rank: Connection) -> None:
+    """Answer the rank until it closes the pipe."""
+    start: Start = receive(rank)
+    ray, where, joins, folder = connect(start)
+    pool = start.pool
+    env = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
+    env |= start.spec["secrets"] if folder or (start.joins and start.joins[1]) else {}
+    options = {
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": 1,
+        "num_gpus": pool.num_gpus if start.spec["on_gpu"] else 0,
+        "resources": dict(pool.resources),
+        "runtime_env": {"env_vars": env},
+    }
+    its = Pool(ray, start, options, start.spec["name"])
+    told = None
+    try:
+        send(rank, (where, joins))
+        while True:
+            while rank.poll(0):
+                task = receive(rank)
+                its.queue.append(task)
+            for done in its.step():
+                send(rank, done)
+            state = State(len(its.ready), its.num_lost, its.state_dim)
+            if state != told:
+                send(rank, state)
+                told = state
+    finally:
+        ray.shutdown()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(descriptor: int) -> None:
+    """Answer the rank at the other end of the pipe `descriptor`, until it closes it."""
+    rank = Connection(descriptor)
+    try:
+        serve(rank)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    except Exception as error:
+        kind: Literal["value", "runtime"] = "value" if isinstance(error, ValueError) else "runtime"
+        with suppress(OSError):
+            send(rank, Failed(kind, str(error) or type(error).__name__))
