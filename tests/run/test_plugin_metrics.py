@@ -18,7 +18,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.plugin import Resources
 from rl.config.schema import load_config
 from rl.console import Console
-from rl.pool import ray_cluster
+from rl.pool import pooled_renderer
 from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
@@ -184,5 +184,5 @@ def test_held_out_metrics_are_dropped(plugins: Plugins, monkeypatch: pytest.Monk
 def test_every_metric_of_a_shipped_plugin_has_its_own_row() -> None:
     rows = metric_table.shipped_rows()
     assert "renderer/clip_cut_share" in rows and not rows.keys() & metric_table.METRICS.keys()
-    of_a_pool = {f"renderer/{name}": metric for name, metric in ray_cluster.METRICS.items()}
+    of_a_pool = {f"renderer/{name}": metric for name, metric in pooled_renderer.METRICS.items()}
     assert of_a_pool.items() <= metric_table.METRICS.items()
