@@ -75,11 +75,9 @@ def transformer(setup: Setup, released: str) -> Iterator[Line]:
     finite = bool(forward().isfinite().all())
     what = f"real size, {renderer.name}"
     yield result(f"{what}, {num_rows} rows", finite, "finite velocities", "use another GPU")
-    weights, activations = (
-        counts(renderer.config)["transformer"]
-        for counts in (renderer.cls.parameter_counts, renderer.cls.activation_counts)
-    )
-    plan_gb = (weights + activations) * memory_plan.BYTES[setup.dtype] / 1e9
+    cost = renderer.cls.cost(renderer.config)
+    values = cost.weights["transformer"] + cost.activations["transformer"]
+    plan_gb = values * memory_plan.BYTES[setup.dtype] / 1e9
     keys = {"renderer.batch_size": str(max(1, batch // 2))}
     yield _against_plan(f"{what}, memory", setup, plan_gb, keys)
 

@@ -75,7 +75,7 @@ def row(name: str) -> str:
     if resolved.policy.name == "emu3":
         length = EMU3_TOKENS
     pictures = config.prompts_per_iteration * (config.generations_per_prompt + 1)
-    each = resolved.renderer.cls.picture_flops(resolved.renderer.config) or 0.0
+    each = resolved.renderer.cls.cost(resolved.renderer.config).picture_flops or 0.0
     policy = sum(group_flops(config, sizes, length)) * config.prompts_per_iteration
     rate = gpu.flops * config.world_size
     sampling = sampling_s(sizes, length, gpu, config.gpu_gb)

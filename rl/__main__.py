@@ -95,41 +95,29 @@ def main() -> NoReturn:
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
         usage = "usage: rl <command> ...        (rl help <command>: its options, with examples)\n"
-        _show("\n".join([usage, *lines, EXAMPLES]))
+        print("\n".join([usage, *lines, EXAMPLES]))
+        sys.exit(0)
     if name == "--version":
-        _show(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+        sys.exit(0)
     if name not in COMMANDS:
         matches = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" (did you mean {matches[0]!r}?)" if matches else ""
-        _fail(2, f"rl: no command {name!r}{hint}; rl --help lists them")
+        print(f"rl: no command {name!r}{hint}; rl --help lists them", file=sys.stderr)
+        sys.exit(2)
     command = COMMANDS[name]
     package = command.module.split(".")[0]
     if find_spec(package) is None:
-        _fail(1, f"rl {name}: {package}/ is only in a clone of the repository, not in the wheel")
+        sys.exit(f"rl {name}: {package}/ is only in a clone of the repository, not in the wheel")
     if command.needs_torch and find_spec("torch") is None:
-        _fail(
-            1,
+        sys.exit(
             f"rl {name}: torch is not installed for this Python ({sys.executable}); pip install "
-            f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another",
+            f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another"
         )
     python_arguments = ["-m", command.module, *command.before, *arguments, *command.after]
     if command.module.startswith("rl.tools.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
         python_arguments.insert(0, "-P")  # they do not import from the working folder
     os.execv(sys.executable, [sys.executable, *python_arguments])
-
-
-def _show(text: str) -> NoReturn:
-    try:
-        print(text, flush=True)
-    except OSError as error:  # a full disk, a closed pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(1, f"rl: standard output cannot be written: {error.strerror}")
-    sys.exit(0)
-
-
-def _fail(code: int, message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

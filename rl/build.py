@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.data import DataSource, Findings, RowRules, read_row
+from rl.api.data import DataSource, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
-from rl.api.metric import usable_name
-from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
+from rl.api.plugin import ModelRunner, PlacedConfig, PluginBase, Resources, RunPlugin
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -31,11 +30,12 @@ from rl.config.schema import (
     RenderPoolConfig,
     RewardKeys,
     RunConfig,
+    SourceKeys,
 )
 from rl.files import read_object
 from rl.model_files import NotFiniteError, model_problems
 from rl.ranks import signals
-from rl.ranks.dist import Claim, claims_of, resolve_device
+from rl.ranks.dist import Claim, resolve_device
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ LOOP = ("rl.rollout.", "rl.learner.", "rl.run.")
 """Modules that call plugins; the plugins' own folders never call them."""
 CHECKED_ROWS = "RL_CHECKED_ROWS"
 """The environment variable with the file that hands `RowRules.checked` to the ranks of a start."""
-WEIGHTS = ("weight", "coefficient")
-"""Keys of a training source's section that the mixture reads, not the plugin."""
 PluginT = TypeVar("PluginT", bound=PluginBase[Any], covariant=True)
+KeysT = TypeVar("KeysT", RewardKeys, SourceKeys)
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,14 @@ class Plugin(Generic[PluginT]):
     def name(self) -> str:
         """The section's `type`."""
         return str(self.config.type)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Hub ids, folders and files that it reads, those with weights first."""
+        models = self.cls.models(self.config) if issubclass(self.cls, RunPlugin) else []
+        with_weights = sorted(models, key=lambda model: not model.weights)
+        paths = [path for m in with_weights for path in (m.path, f"{m.path}/{m.subfolder}")]
+        return paths or [getattr(self.config, "path", "")]
 
 
 @dataclass(frozen=True)
@@ -135,10 +142,7 @@ class Resolved:
     renderer: Plugin[Renderer]
     rewards: Mapping[str, RewardPlugin]
     train: Sequence[Plugin[DataSource]]
-    train_weights: Sequence[float]
-    """Mixture weights of `train`, as given (not normalised)."""
-    weights_per_row: bool
-    """Whether `train_weights` are coefficients: weight = coefficient x number of rows."""
+    train_keys: Sequence[SourceKeys]
     validation: Sequence[Plugin[DataSource]]
 
     @property
@@ -185,46 +189,56 @@ class Resolved:
 
 def resolve(config: RunConfig) -> Resolved:
     """Find and read every plugin. Raises ConfigError with all problems of all plugins."""
-    weights, per_row, problems = _weights(config)
+    problems: list[str] = []
 
     def plugin_of(kind: str, key: str, section: PluginSection) -> Any:
         plugin, wrong = _find_plugin(kind, key, section)
         problems.extend(wrong)
         return plugin
 
-    def reward_of(name: str, section: PluginSection) -> Any:
-        own = {key: section[key] for key in RewardKeys.model_fields if key in section}
-        rest = {key: value for key, value in section.items() if key not in own}
-        keys, wrong = validate(RewardKeys, own, at=f"rewards.{name}")
+    def keys_of(
+        model: type[KeysT], key: str, section: PluginSection
+    ) -> tuple[KeysT | None, PluginSection]:
+        """(the keys that the run reads, those that the plugin reads)."""
+        own = {name: section[name] for name in model.model_fields if name in section}
+        keys, wrong = validate(model, own, at=key)
         problems.extend(wrong)
-        plugin = plugin_of("rewards", f"rewards.{name}", rest)
-        if plugin is None or keys is None:
-            return None
-        return RewardPlugin(plugin.key, plugin.config, plugin.cls, keys)
+        return keys, {name: value for name, value in section.items() if name not in own}
 
-    def sources_of(name: str, sections: Sequence[PluginSection]) -> list[Any]:
-        bare = [{k: v for k, v in section.items() if k not in WEIGHTS} for section in sections]
-        return [plugin_of("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
+    def reward_of(key: str, section: PluginSection) -> Any:
+        keys, rest = keys_of(RewardKeys, key, section)
+        plugin = plugin_of("rewards", key, rest)
+        return plugin and keys and RewardPlugin(plugin.key, plugin.config, plugin.cls, keys)
 
+    train, train_keys = [], []
+    for i, section in enumerate(config.data.train):
+        source_keys, rest = keys_of(SourceKeys, f"data.train.{i}", section)
+        train_keys.append(source_keys or SourceKeys())
+        train.append(plugin_of("data", f"data.train.{i}", rest))
+    with_weight = [keys for keys in train_keys if keys.coefficient is None or keys.weight != 1]
+    if with_weight and any(keys.coefficient is not None for keys in train_keys):
+        problems.append(
+            "data.train: give every source a coefficient (its weight is coefficient x rows), or "
+            "none of them"
+        )
     if config.algorithm.loss not in SHIPPED_LOSSES:
         loss, wrong = find.import_plugin(config.algorithm.loss)
         wrong = wrong or find.loss_problems(loss)
         problems.extend(f"algorithm.loss: {problem}" for problem in wrong)
-    for name in config.rewards:
-        try:
-            usable_name(name)
-        except ValueError as error:
-            problems.append(f"rewards.{name}: {error}")
     resolved = Resolved(
         config=config,
         policy=plugin_of("policies", "policy", config.policy),
         engine=plugin_of("engines", "engine", config.engine),
         renderer=plugin_of("renderers", "renderer", config.renderer),
-        rewards={name: reward_of(name, section) for name, section in config.rewards.items()},
-        train=sources_of("train", config.data.train),
-        train_weights=weights,
-        weights_per_row=per_row,
-        validation=sources_of("validation", config.data.validation),
+        rewards={
+            name: reward_of(f"rewards.{name}", section) for name, section in config.rewards.items()
+        },
+        train=train,
+        train_keys=train_keys,
+        validation=[
+            plugin_of("data", f"data.validation.{i}", section)
+            for i, section in enumerate(config.data.validation)
+        ],
     )
     if problems:
         raise ConfigError(problems)
@@ -234,33 +248,6 @@ def resolve(config: RunConfig) -> Resolved:
     # Without stated weights, every reward that trains gets weight 1.
     final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
     return replace(resolved, config=config.model_copy(update={"final_reward": final}))
-
-
-def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
-    """(`weight` or `coefficient` of each training source, whether they are coefficients,
-    problems)."""
-    sources = config.data.train
-    entries = [{key: section[key] for key in WEIGHTS if key in section} for section in sources]
-    problems = [
-        f"data.train.{i}.{key}: {value!r} given, must be a number > 0"
-        for i, entry in enumerate(entries)
-        for key, value in entry.items()
-        if type(value) not in (int, float) or not (0 < value < math.inf)
-    ]
-    for i, section in enumerate(config.data.validation):
-        problems += [
-            f"data.validation.{i}.{key}: validation is read in order; drop {key}"
-            for key in WEIGHTS
-            if key in section
-        ]
-    per_row = any("coefficient" in entry for entry in entries)
-    if per_row and any("coefficient" not in entry or "weight" in entry for entry in entries):
-        problems.append(
-            "data.train: give every source a coefficient (its weight is coefficient x rows), or "
-            "none of them"
-        )
-    key = "coefficient" if per_row else "weight"
-    return [entry.get(key, 1) for entry in entries], per_row, problems
 
 
 def _find_plugin(
@@ -291,8 +278,9 @@ def _find_plugin(
     if issubclass(cls, RunPlugin):  # first: other class methods read these files
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    for method in find.section_methods(PLUGIN_BASES[kind]) if not wrong else ():
-        wrong += ask_plugin(plugin, method)[1]
+    if not wrong:
+        found = find.section_problems(cls, PLUGIN_BASES[kind], config)
+        wrong = [f"{key}: {problem}" for problem in found]
     if not wrong and issubclass(cls, Reward) and cls.needs_judge:
         num_questions = cls.num_questions(plugin.config)
         if num_questions < 1:
@@ -315,7 +303,11 @@ def class_of(kind: str, name: str) -> str:
 def claims(resolved: Resolved) -> list[Claim]:
     """The device and memory that each plugin with a model claims in its section."""
     plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
-    return claims_of((plugin.key, plugin.config) for plugin in plugins)
+    return [
+        Claim(plugin.key, plugin.config.device, plugin.config.max_memory_gb)
+        for plugin in plugins
+        if isinstance(plugin.config, PlacedConfig)
+    ]
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:
@@ -428,9 +420,10 @@ def build_rewards(
 
 def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[float]:
     """Weight of each training source, not normalised."""
-    if not resolved.weights_per_row:
-        return list(resolved.train_weights)
-    return [w * len(s) for w, s in zip(resolved.train_weights, sources, strict=True)]
+    return [
+        keys.weight if keys.coefficient is None else keys.coefficient * len(source)
+        for keys, source in zip(resolved.train_keys, sources, strict=True)
+    ]
 
 
 def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
@@ -472,19 +465,14 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
     at = f"{plugin.key}: {plugin.name}"
     try:
         source = plugin.cls(plugin.config, rules)
-        num_rows, num_skipped = len(source), source.num_skipped
-        if type(num_skipped) is not int or num_skipped < 0:
-            problem = f"num_skipped is {brief(num_skipped)}"
-            raise ValueError(f"{at}: {problem}; expected a whole number >= 0")
-        if not isinstance(source.findings, Findings):
-            raise ValueError(f"{at}: findings is {brief(source.findings)}; expected Findings")
+        num_rows = len(source)
         if num_rows == 0:
-            left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
+            left_out = f" ({source.num_skipped} bad ones left out)" if source.num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
-        if rules.opens is None or not plugin.cls.reads_much:
-            _check_rows(at, source, num_rows, rules)
+        _check_rows(at, source, num_rows, rules)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        find.reraise_ctrl_c(error)
         if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
             plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
         ):

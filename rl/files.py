@@ -1,9 +1,8 @@
-"""Files written so that neither a crash nor a second writer damages them; pictures."""
+"""Files written so that no crash damages them; pictures."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import math
@@ -12,8 +11,8 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from io import BytesIO, FileIO
@@ -79,6 +78,7 @@ def private(path: str, flags: int) -> int:
 def private_folder(path: Path) -> None:
     """Make a folder that only this user may enter, for files that libraries write. Raises OSError
     (ELOOP) if it is a link."""
+    require_in_place(path)
     if path.is_symlink():
         raise OSError(errno.ELOOP, _REFUSED[errno.ELOOP], str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,54 +87,30 @@ def private_folder(path: Path) -> None:
 
 
 # ---- held ----------------------------------------------------------------------------------------
-# Follows a folder in use if it is moved, and raises GoneError if it is deleted.
+# Stops a run whose folder was moved or deleted, instead of making another folder there.
 
-_held: dict[Path, int] = {}
-
-
-class GoneError(FileNotFoundError):
-    """A held folder was deleted, or moved where it must not be."""
+_held: dict[Path, os.stat_result] = {}
 
 
 def hold(folder: Path) -> None:
-    """Until `release`, `current_path` follows this folder wherever it is moved."""
-    release(folder)
-    _held[folder] = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    """Until `release`, nothing is written below `folder` if another one, or none, is there."""
+    _held[folder] = folder.stat()
 
 
 def release(folder: Path) -> None:
-    if (descriptor := _held.pop(folder, None)) is not None:
-        os.close(descriptor)
+    _held.pop(folder, None)
 
 
-def current_path(path: Path) -> Path:
-    """The path to write to instead of `path`: below a held folder that was moved, the path in the
-    moved folder. Raises GoneError if that folder was deleted."""
-    for folder, descriptor in _held.items():
-        if folder not in (path, *path.parents):
-            continue
-        for current in (folder, Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
-            with suppress(OSError):
-                if os.path.samestat(os.stat(current), os.fstat(descriptor)):
-                    return current / path.relative_to(folder)
-        raise GoneError(
-            f"{folder} is gone: it was deleted, or moved to another disk, while the run was using "
-            "it. Nothing more is written, and what had not been written yet is lost. With a copy "
-            "in its place, the same command resumes from its last checkpoint; without one it "
-            "starts from the beginning"
-        )
-    return path
-
-
-def require_not_moved(folder: Path) -> None:
-    """Raise GoneError if the held `folder` was moved or deleted."""
-    current = current_path(folder)
-    if current != folder:
-        move = f"remove what is at {folder} now, move" if folder.exists() else "move"
-        raise GoneError(
-            f"{folder} is gone: it was moved to {current} while the run was using it. The finished "
-            f"iterations are saved there: {move} it back, and the same command resumes"
-        )
+def require_in_place(path: Path) -> None:
+    """Raise FileNotFoundError if the held folder that `path` is in was moved or deleted."""
+    for folder, status in _held.items():
+        in_place = folder.exists() and os.path.samestat(folder.stat(), status)
+        if folder in (path, *path.parents) and not in_place:
+            raise FileNotFoundError(
+                f"{folder} is gone: it was moved or deleted while the run was using it, and "
+                "nothing more is written. Put it back (in place of what is there now), and the "
+                "same command resumes from its last checkpoint"
+            )
 
 
 # ---- atomic --------------------------------------------------------------------------------------
@@ -171,54 +147,23 @@ def write_atomically(
     durable: bool = True,
 ) -> None:
     """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
-    in `open`. Without `durable` a power failure may lose the file. Raises GoneError (`held.py`) and
-    other OSErrors, which name the path."""
-    path = current_path(path)
+    in `open`. Without `durable` a power failure may lose the file. One process writes a file.
+    Raises OSErrors, which name the path."""
+    require_in_place(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with _with_path_in_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened_exclusively(temporary, opener) as file:
-            try:
-                append(file, content.encode() if isinstance(content, str) else content)
-                if durable:
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-            except BaseException:
-                with suppress(OSError):
-                    temporary.unlink()
-                raise
-        if durable:
-            fsync(path.parent)
-
-
-@contextmanager
-def _opened_exclusively(temporary: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
-    """Opens `temporary`, emptied; no other process or thread writes to it until it is renamed or
-    removed. A file that a killed process left behind is reused."""
-    while True:
-        descriptor = opener(str(temporary), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with open(descriptor, "ab", buffering=0) as file:
-            with suppress(OSError):  # some file systems have no locks: write anyway
-                fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                is_current = os.path.samestat(os.fstat(descriptor), os.lstat(temporary))
-            except FileNotFoundError:
-                is_current = False
-            if is_current:
-                file.truncate(0)
-                yield file
-                return
-
-
-@contextmanager
-def _with_path_in_errors(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError: one from a file that is already open names no path."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
+    with open(temporary, "wb", buffering=0, opener=opener) as file:
+        try:
+            append(file, content.encode() if isinstance(content, str) else content)
+            if durable:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
             error.filename = str(path)
-        raise
+            raise
+    if durable:
+        fsync(path.parent)
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -230,27 +175,27 @@ def json_line(value: Mapping[str, Any]) -> str:
 def append_line(path: Path, line: str) -> None:
     """Append a line, after a line feed if the file ends in an incomplete line. A failed write does
     not change the file. Raises the same errors as `write_atomically`."""
-    path = current_path(path)
-    with _with_path_in_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = no_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        with open(descriptor, "a+b", buffering=0) as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    line = "\n" + line
-            append(file, line.encode())
+    require_in_place(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b", buffering=0, opener=no_links) as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        append(file, line.encode())
 
 
 def append(file: FileIO, data: bytes) -> None:
-    """Append all of `data` or nothing to a file that was opened without a buffer."""
+    """Append all of `data` or nothing to a file that was opened by its path, without a buffer.
+    Raises OSErrors, which name the path."""
     end = file.seek(0, os.SEEK_END)
     remaining = memoryview(data)
     try:
         while remaining:
             remaining = remaining[file.write(remaining) :]
-    except OSError:
+    except OSError as error:
         file.truncate(end)
+        error.filename = str(file.name)  # one from an open file names none
         raise
 
 
@@ -273,25 +218,20 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     for recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
+        # Each level needs a bracket, so only lines with many brackets have to be walked.
+        if line.count(b"[") + line.count(b"{") > MAX_NESTING and _depth(row) > MAX_NESTING:
+            return None
     except (ValueError, RecursionError):
-        return None
-    # Each level needs a bracket, so only lines with many brackets have to be walked.
-    brackets = line.count(b"[") + line.count(b"{")
-    if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            inner
-            for outer in layer
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(layer)
+def _depth(value: Any) -> int:
+    """Levels of objects and lists."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

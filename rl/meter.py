@@ -146,41 +146,28 @@ def denoising_flops(
 # ---- device --------------------------------------------------------------------------------------
 # Measures time and peak memory on a device, and how fast it multiplies matrices.
 
-_MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S = 0.01
-"""A product that takes this long measures the device's rate; a shorter one, the call's overhead."""
-_NUM_TIMED = 5
-
 
 @cache
 def measure_flops_per_s(device: str, dtype: str) -> float:
     """Operations per second of a large matrix product in `dtype` ('bfloat16', ...); a multiply-add
-    counts as two. Takes 0.2 s, once per process.
+    counts as two. Takes about a second, once per process.
 
     Raises torch.OutOfMemoryError on a full device, so call it before models are loaded.
     """
     import torch
+    from torch.utils.benchmark import Timer
 
-    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    side = 8192 if device.startswith("cuda") else 512
     # Random numbers, since zeros multiply faster on a GPU; the run's own generator is not touched.
     generator = torch.Generator(device).manual_seed(0)
-    for side in _MATMUL_SIDES:
-        matrix = torch.randn(side, side, device=device, generator=generator)
-        matrix = matrix.to(getattr(torch, dtype))
-        torch.mm(matrix, matrix)
-        seconds = []
-        for _ in range(_NUM_TIMED):
-            synchronize()
-            start_s = time.perf_counter()
-            torch.mm(matrix, matrix)
-            synchronize()
-            seconds.append(time.perf_counter() - start_s)
-        if min(seconds) > _LONG_ENOUGH_S:
-            break
-    if device.startswith("cuda"):
-        del matrix
-        torch.cuda.empty_cache()
-    return 2 * side**3 / min(seconds)
+    matrix = torch.randn(side, side, device=device, generator=generator)
+    used = {"torch": torch, "matrix": matrix.to(getattr(torch, dtype))}
+    threads = torch.get_num_threads()
+    timer = Timer("torch.mm(matrix, matrix)", globals=used, num_threads=threads)
+    seconds = min(timer.blocked_autorange(min_run_time=0.1).times)
+    del matrix, used, timer
+    torch.cuda.empty_cache()  # nothing without a GPU
+    return 2 * side**3 / seconds
 
 
 def time_mark(device: str) -> float | torch.cuda.Event:
@@ -193,11 +180,6 @@ def time_mark(device: str) -> float | torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def has_passed(mark: float | torch.cuda.Event) -> bool:
-    """Whether the device has reached the mark."""
-    return isinstance(mark, float) or mark.query()
 
 
 def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import defaultdict
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from rl.api.plugin import ModelFiles
 from rl.config import loading
@@ -35,10 +36,12 @@ def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
     """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
-    headers = map(_header, Path(folder).glob("*.safetensors"))
-    return float(
-        sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
-    )
+    num_counted = 0
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "np") as weights:  # reads the header only
+            names = filter(is_counted, weights.keys())
+            num_counted += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    return float(num_counted)
 
 
 class NotFiniteError(ValueError):
@@ -104,30 +107,20 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 def weights_problem(file: Path) -> str:
     """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
     Git LFS pointers are detected."""
-    size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
     if start == LFS_POINTER:
         return f"{file} is a pointer of Git LFS, not the weights; fetch them (git lfs pull)"
-    again = "copy or download it again"
-    if file.suffix != ".safetensors":
-        return "" if size else f"{file} is empty; {again}"
+    if not start:
+        return f"{file} is empty; copy or download it again"
     try:
-        ends = [tensor["data_offsets"][1] for tensor in _header(file).values()]
-        expected = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        return f"{file} has no readable header of safetensors ({size} bytes); {again}"
-    return "" if size == expected else f"{file} has {size} bytes instead of {expected}; {again}"
-
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors in a safetensors header. Raises ValueError if it claims to exceed the file."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"{file}: a header of {length} bytes")
-        header = json.loads(stream.read(length))
-    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        if file.suffix == ".safetensors":
+            with safe_open(file, "np"):  # compares the header with the file's size
+                pass
+    except SafetensorError as error:
+        size = file.stat().st_size
+        return f"{file} is damaged ({size} bytes; {error}); copy or download it again"
+    return ""
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -216,45 +209,33 @@ def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
     for part in parts:
         folder = Path(part.path, part.subfolder)
         file = folder / part.config
-        if file.is_file():
-            if problem := _wrong_kind(part, read_object(file), str(file)):
-                yield problem
-                return
-        elif part.config_required:
-            lacking.append(os.path.join(part.subfolder, part.config))
-        for names in part.files:
+        if file.is_file() and (problem := _wrong_kind(part, read_object(file), str(file))):
+            yield problem
+            return
+        weights = _weights_files(part, folder)
+        config = [(part.config,)] if part.config_required else []
+        for names in (*config, *part.files, *weights):
             if not any((folder / name).is_file() for name in names):
                 lacking.append(" or ".join(os.path.join(part.subfolder, name) for name in names))
-        missing, broken = _weights_problems(part, folder)
-        lacking += missing
-        damaged += broken
+        shards = (folder / names[0] for names in weights)
+        damaged += filter(None, (weights_problem(shard) for shard in shards if shard.is_file()))
     if lacking:
         yield f"{part.path} lacks {', '.join(lacking)}; copy or download it again"
     yield from damaged
 
 
-def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[str]]:
-    """(names of missing files, problems of the existing ones)."""
-    if not part.weights:
-        return [], []
+def _weights_files(part: ModelFiles, folder: Path) -> list[tuple[str, ...]]:
+    """Names of the files with the weights, or of their index; one of each tuple must exist."""
     for name in part.weights:
         index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            shards = [name]
-        elif index.is_file():
+        if index.is_file() and not (folder / name).is_file():
             weight_map = (read_object(index) or {}).get("weight_map")
-            values = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
-            shards = sorted(str(value) for value in values)
-            if not shards:
-                return [], [f"{index} names no weights; copy or download it again"]
-        else:
-            continue
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        damage = (weights_problem(folder / shard) for shard in shards if shard not in missing)
-        lacking = [os.path.join(part.subfolder, shard) for shard in missing]
-        return lacking, [problem for problem in damage if problem]
-    first = os.path.join(part.subfolder, part.weights[0])
-    return [f"{first} or {first}.index.json"], []
+            if isinstance(weight_map, Mapping) and weight_map:
+                return [(shard,) for shard in sorted(set(map(str, weight_map.values())))]
+            return [(f"names of weights in {index.name}",)]
+        if (folder / name).is_file():
+            return [(name,)]
+    return [(name, f"{name}.index.json") for name in part.weights[:1]]
 
 
 def _wrong_kind(part: ModelFiles, config: dict[str, Any] | None, where: str) -> str:

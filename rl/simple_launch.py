@@ -62,8 +62,10 @@ CHECK_MARKS = {
 }
 SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 """Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""
-SAME_SIZE_RATIOS = (0.97, 1.1)
-"""(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
+LOADING_LINE_S = 4.0
+"""Time to the first line while a run loads; each further one comes at twice the time."""
+LEAST_RATIO, MOST_RATIO = 0.97, 1.1
+"""Of the memory of a GPU to the size in its name: 48 GB with error correction, 80 GB."""
 
 
 @printing.program
@@ -85,10 +87,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # An override also reaches the ranks, and the keys that the file derives from gpu_gb.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
     try:
-        config = load_config(args.config, args.overrides)
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
-            config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides)
         if args.smoke:
             args.overrides += _smoke_overrides(config, args.nnodes)
             config = load_config(args.config, args.overrides)
@@ -104,18 +105,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             text, code = check_report.report(config, config.gpu_gb, args.online, origin)
             printing.show(text, marks=CHECK_MARKS)
             sys.exit(code)
-        problems += check_report.problems(config, with_data=False)
-        problems = problems or _memory_problems(args, config)
-        problems = problems or check_report.create_and_check(config.run_dir)
-        if problems:
-            raise ConfigError(problems)
+        _refuse([*problems, *check_report.problems(config, with_data=False)])
+        _refuse(_memory_problems(args, config))
+        _refuse(check_report.create_and_check(config.run_dir))
         resolved = build.resolve(config)
         problems = fetch_small_files(resolved)  # with a tokenizer, which counts a row's tokens
         data = check_data(resolved, is_start=True)
-        problems += data.problems
-        problems = problems or check_report.judge_problems(resolved, data.most_pictures)
-        if problems := problems or fetch_weights(resolved):
-            raise ConfigError(problems)
+        _refuse([*problems, *data.problems])
+        _refuse(check_report.judge_problems(resolved, data.most_pictures))
+        _refuse(fetch_weights(resolved))
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
         if any(": missing" in problem for problem in problems):
@@ -135,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     write_atomically(checked_rows, json.dumps(data.checked))
     os.environ[build.CHECKED_ROWS] = str(checked_rows.resolve())  # for the ranks
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
@@ -176,30 +179,24 @@ def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """Memory problems of a start on this machine's GPUs, or on GPUs of --gpu-gb; [] without GPUs.
-    If the config is written for another size, prints which gpu_gb fits."""
+    If the config is written for another size, says so."""
     machine = dist.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
         machine = dist.Machine((args.gpu_gb,) * len(machine.cuda_gb))
 
-    def problems_of(config: RunConfig) -> list[str]:
-        return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
-
-    problems = problems_of(config)
+    host_gb = this_machine.host_memory_gb()
+    problems = check_report.problems_here(config, machine, num_ranks, host_gb)
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
-    if own_gb is None or SAME_SIZE_RATIOS[0] <= own_gb / config.gpu_gb <= SAME_SIZE_RATIOS[1]:
+    if own_gb is None or LEAST_RATIO <= own_gb / config.gpu_gb <= MOST_RATIO:
         return problems
-    size = math.floor(own_gb)
-    mismatch = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
-    try:
-        is_better = not problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"]))
-    except ConfigError:  # a file may refuse a size
-        is_better = False
-    if not is_better:
-        return problems
+    mismatch = (
+        f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
+        f"gpu_gb={math.floor(own_gb)} the file derives other values from it, if it derives any"
+    )
     if problems:
-        return [f"{mismatch}; with gpu_gb={size} the values derived from it fit them", *problems]
-    _say(f"{mismatch}; with gpu_gb={size} the file would derive other values from it")
+        return [mismatch, *problems]
+    _say(mismatch)
     return []
 
 
@@ -247,22 +244,30 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
-    if args.nproc is not None and args.nproc < 1:
-        parser.error(f"--nproc {args.nproc}: at least one rank is needed")
-    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
-        parser.error(f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}")
-    if args.nnodes > 1 and not args.rdzv_endpoint:
-        parser.error("--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node")
-    if args.retries < 0:
-        parser.error(f"--retries {args.retries}: a number of restarts, 0 for none")
-    if args.retries and args.nnodes > 1:
-        parser.error("--retries starts one node's ranks again; on several, start the same command")
-    if args.online and not args.check:
-        parser.error("--online needs --check; a start asks the judge anyway")
-    if args.conformance and not args.check:
-        parser.error("--conformance needs --check")
-    if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
-        parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
+    few_ranks = args.nproc is not None and args.nproc < 1
+    no_size = args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf
+    several = args.nnodes > 1
+    for is_wrong, problem in (
+        (few_ranks, f"--nproc {args.nproc}: at least one rank is needed"),
+        (
+            not 0 <= args.node_rank < args.nnodes,
+            f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}",
+        ),
+        (
+            several and not args.rdzv_endpoint,
+            "--nnodes > 1 needs --rdzv-endpoint host:port, the same on every node",
+        ),
+        (args.retries < 0, f"--retries {args.retries}: a number of restarts, 0 for none"),
+        (
+            several and args.retries,
+            "--retries starts one node's ranks again; on several, start the same command",
+        ),
+        (args.online and not args.check, "--online needs --check; a start asks the judge anyway"),
+        (args.conformance and not args.check, "--conformance needs --check"),
+        (no_size, f"--gpu-gb {args.gpu_gb} is not a size in GB"),
+    ):
+        if is_wrong:
+            parser.error(problem)
     arguments = [_local_path(argument) for argument in args.arguments]
     has_script = arguments[:1] == ["rl.train"] or "".join(arguments[:1]).endswith(".py")
     args.script = arguments.pop(0) if has_script else "rl.train"
@@ -293,27 +298,23 @@ def launch(
     if sys.platform != "linux":
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
-    if args.script == "rl.train":
-        heartbeat.start_loading()
     _set_environment(num_ranks, config)
-    for retries_left in reversed(range(args.retries + 1)):
+    for start in range(args.retries + 1):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
         if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
             break
-        why_not = ""
-        if not ending.by_machine:
-            why_not = "which would come again; --retries is for failures of the machine"
-        elif _iterations_on_disk(config.run_dir) <= saved_before:
-            why_not = f"and no iteration was saved since the last start (before: {saved_before})"
-        elif retries_left == 0:
-            why_not = "and every restart of --retries is used"
-        if why_not:
-            _say(f"not started again: {ending.what}, {why_not}")
+        saved = _iterations_on_disk(config.run_dir)
+        if start == args.retries or not ending.by_machine or saved <= saved_before:
+            _say(
+                f"not started again: {ending.what} (--retries {args.retries}: after so many "
+                "failures of the machine, each only if an iteration was saved since the last "
+                f"start; saved before this one: {saved_before}, now: {saved})"
+            )
             break
-        _say(f"started again, {args.retries - retries_left + 1} of {args.retries}: {ending.what}")
+        _say(f"started again, {start + 1} of {args.retries}: {ending.what}")
     if config is not None and args.node_rank == 0:
         with signals.collect_stop_signals() as stop_signals:
             wait_for_last_rows(config.run_dir, lambda: bool(stop_signals))
@@ -340,8 +341,6 @@ def _one_start(
                 return run(rdzv_env, nodes)
         except supervision.RendezvousError as error:
             return supervision.Ending(1, "the nodes did not meet", False, (str(error),))
-        finally:
-            supervision.end_leftovers(notes)
 
 
 def _run_ranks(
@@ -362,12 +361,17 @@ def _run_ranks(
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
         ranks, ending = supervision.Ranks(processes, watch, _say), None
+        began_s, line_s = time.monotonic(), LOADING_LINE_S
         while ending is None:
+            spent_s = time.monotonic() - began_s
+            if spent_s >= line_s:
+                line_s = 2 * spent_s
+                _print_loading(spent_s, heartbeat.read(beats[min(beats)]))
             if stop_signals:
                 ending = ranks.leave_as_asked(stop_signals)
-            elif failures := ranks.failures():
+            elif first := ranks.failures():
                 ranks.leave([signal.SIGTERM], supervision.PEERS_TERM_S)
-                ending = supervision.of_failure(ranks.failures() | failures, notes, log_dir)
+                ending = supervision.of_failure(first, ranks.failures(), notes, log_dir)
             elif ranks.all_done():
                 ending = supervision.Ending(0, "", by_machine=False)
             elif watch.look():
@@ -376,9 +380,16 @@ def _run_ranks(
                 ending = ranks.end_alone(lost)
             else:
                 time.sleep(0.2)
+        supervision.end_leftovers(pids.values())
         if nodes is not None:
             nodes.ending = ending.what
         return replace(ending, stop_requested=bool(stop_signals))
+
+
+def _print_loading(spent_s: float, beat: heartbeat.Beat | None) -> None:
+    if beat is not None and beat.loading is not None:
+        status = ": ".join(filter(None, (beat.where, beat.loading)))
+        _say(f"[{spent_s:3.0f} s] loading: {status}")
 
 
 def _start_ranks(
@@ -386,7 +397,6 @@ def _start_ranks(
 ) -> dict[int, subprocess.Popen[bytes]]:
     config_args = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    heartbeat.stop_loading()  # rank 0 prints its own progress from here on
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank

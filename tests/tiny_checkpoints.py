@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rl.config.schema import CheckpointConfig
-from rl.files import GoneError, append_line, json_line
+from rl.files import append_line, json_line
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.seeds import rng_state
@@ -31,7 +31,7 @@ def save(
     """Every number in the checkpoint is its iteration, so that a mixture is noticed. `reward`: the
     held-out reward, in a line of metrics that is written before the checkpoint, with `measured`, of
     the evaluation as well."""
-    with suppress(GoneError):
+    with suppress(FileNotFoundError):
         metrics = checkpoints.folder.parent / "metrics.jsonl"
         line = {f"eval/{name}": value for name, value in {"reward": reward, **measured}.items()}
         append_line(metrics, json_line({"iteration": iteration, **line}))

@@ -54,7 +54,12 @@ def write_run(folder: Path, *, name: str = "tiny", num_iterations: int = 4) -> P
 def metrics(iteration: int) -> dict[str, Any]:
     line = {"iteration": iteration, "time/iteration_s": 2.0, "time/render_s": 1.5}
     if iteration:
-        line |= {"reward/mean": iteration / 4, "policy/entropy": 1.0, "groups/dead": 0.0}
+        line |= {
+            "optimizer/steps": 1,
+            "reward/mean": iteration / 4,
+            "policy/entropy": 1.0,
+            "groups/dead": 0.0,
+        }
     if iteration in REWARDS:
         line |= {"eval/reward": iteration / 5, "drift/alarm": float(iteration > 0)}
     return line

@@ -15,7 +15,7 @@ from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from rl.api.types import RenderJob, Sample
 from rl.renderers import sd3
-from rl.renderers.sd3_loop import SD3Loop, SD3Parts, TextParts
+from rl.renderers.sd3_loop import SD3Loop
 from tiny_world.builder.prompt_models import make_text_encoder, make_transformer, make_vae
 
 STATES_DIM = 96
@@ -48,7 +48,7 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=256)
 
 
-def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
+def make_parts(scheduler_config: dict[str, Any] | None = None) -> StableDiffusion3Pipeline:
     torch.manual_seed(0)
     tokenizer, tokenizer_3 = clip_tokenizer(), t5_tokenizer()
     encoders = tuple(make_text_encoder(tokenizer, layers=3) for _ in range(2))
@@ -63,37 +63,33 @@ def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
         draw(module, std)
     for module in (transformer, vae, encoder_3, *encoders):
         module.eval().requires_grad_(False)
-    return SD3Parts(
+    return StableDiffusion3Pipeline(
         transformer=transformer,
-        vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(**(scheduler_config or {"shift": 3.0})),
-        text=TextParts((tokenizer, tokenizer), encoders, tokenizer_3, encoder_3),
+        vae=vae,
+        text_encoder=encoders[0],
+        tokenizer=tokenizer,
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizer,
+        text_encoder_3=encoder_3,
+        tokenizer_3=tokenizer_3,
     )
 
 
-def stock_pipeline(parts: SD3Parts) -> Any:
-    text = parts.text
-    pipeline = StableDiffusion3Pipeline(
-        transformer=parts.transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config),
-        vae=parts.vae,
-        text_encoder=text.encoders[0],
-        tokenizer=text.tokenizers[0],
-        text_encoder_2=text.encoders[1],
-        tokenizer_2=text.tokenizers[1],
-        text_encoder_3=text.encoder_3,
-        tokenizer_3=text.tokenizer_3,
-    )
+def stock_pipeline(parts: StableDiffusion3Pipeline, **changes: Any) -> StableDiffusion3Pipeline:
+    """A copy with a scheduler of its own."""
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts.scheduler.config)
+    pipeline = StableDiffusion3Pipeline(**{**parts.components, "scheduler": scheduler, **changes})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def save_sd3(parts: SD3Parts, folder: Path) -> None:
+def save_sd3(parts: StableDiffusion3Pipeline, folder: Path) -> None:
     """Writes the folder layout of the released checkpoints."""
     stock_pipeline(parts).save_pretrained(folder)
 
 
-def make_renderer(parts: SD3Parts, **changes: object) -> SD3Loop:
+def make_renderer(parts: StableDiffusion3Pipeline, **changes: object) -> SD3Loop:
     return SD3Loop(sd3.Config(**{**TINY, **changes}), parts)
 
 

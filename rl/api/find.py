@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl.api import loss, types
 from rl.api.plugin import PluginBase, brief
-from rl.api.reward import Reward, RewardFunction
-from rl.config.schema import Section
+from rl.api.reward import Reward, class_of
+
+if TYPE_CHECKING:
+    from rl.api.loss import LossInputs, LossTerms
+    from rl.api.types import RewardInput
 
 T = TypeVar("T")
 PluginT = TypeVar("PluginT", bound=PluginBase[Any])
 
 ValueAndProblems = tuple[Any, list[str]]
 
+# ---- what a plugin raises ------------------------------------------------------------------------
 
 _LIBRARIES = tuple(
     {
@@ -39,69 +40,54 @@ _LIBRARIES = tuple(
         "<",
     }
 )
+_REMEDIES = {
+    "'NoneType' object has no attribute 'ask'": (
+        "a reward that asks the judge sets `needs_judge = True`"
+    ),
+    "object has no attribute 'resources'": (
+        "__init__(self, config, resources) receives them; store what you need in an attribute"
+    ),
+    "object has no attribute 'config'": (
+        "does its __init__ call super().__init__ with all its arguments?"
+    ),
+    "'coroutine' object": "write `async def`, and `await` what has to be awaited",
+}
+"""Part of an error's text -> its usual cause."""
 
 
-def described(error: BaseException, code: object = None) -> str:
+def described(error: BaseException, code: Any = None) -> str:
     """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost one in
     the user's code or, if there is none, the first line of `code`, the user's function."""
     lines = traceback.format_exception_only(error)  # notes last; of a SyntaxError the code first
     text = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
     calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    user_calls = [call for call in calls if not call[0].startswith(_LIBRARIES)]
-    first_line = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else None
+    calls = [call for call in calls if not call[0].startswith(_LIBRARIES)]
+    function = getattr(inspect.unwrap(code), "__code__", None)
     if isinstance(error, SyntaxError):
         calls = [(str(error.filename), error.lineno)]
-    elif user_calls:
-        calls = user_calls
-    elif first_line is not None:
-        calls = [(first_line.co_filename, first_line.co_firstlineno)]
-    else:
-        calls = [call for call in calls if "importlib" not in call[0]]
+    elif function is not None and not calls:
+        calls = [(function.co_filename, function.co_firstlineno)]
     location = f" ({calls[-1][0]}, line {calls[-1][1]})" if calls else ""
-    return "; ".join([text + location, *_remedies(error)])
-
-
-def reraise_ctrl_c(error: BaseException) -> None:
-    """Raise a KeyboardInterrupt of Ctrl-C again. One of a plugin has a `raise` in its last line."""
-    if isinstance(error, KeyboardInterrupt):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if "raise" not in (last.line or ""):
-            raise error
+    remedies = [remedy for part, remedy in _REMEDIES.items() if part in text]
+    record = getattr(error, "obj", None)
+    if is_dataclass(record) and type(record).__module__.startswith("rl.api."):
+        known = ", ".join(name for name in dir(record) if not name.startswith("_"))
+        remedies.append(f"its argument is a {type(record).__name__}, which has {known}")
+    return "; ".join([text + location, *remedies])
 
 
 def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises.
-    `code` as in `described`."""
+    """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises but
+    Ctrl-C. `code` as in `described`."""
     try:
         return run(), []
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        reraise_ctrl_c(error)
         return None, [f"{label} raises {described(error, code)}"]
 
 
-def _remedies(error: BaseException) -> Iterator[str]:
-    """Hints for errors that nearly always have the same cause."""
-    text, obj = str(error), getattr(error, "obj", None)
-    match = re.search(r"'(\w+)' object", text)
-    record = match and {**vars(types), **vars(loss)}.get(match[1])
-    if match and is_dataclass(record):
-        members = {*record.__dataclass_fields__, *vars(record)}
-        known = ", ".join(sorted(name for name in members if not name.startswith("_")))
-        yield f"its argument is a {match[1]}, which has {known}"
-    if "'NoneType' object has no attribute 'ask'" in text:
-        yield "a reward that asks the judge sets `needs_judge = True`"
-    if "has no attribute 'resources'" in text and isinstance(obj, PluginBase):
-        yield "__init__(self, config, resources) receives them; store what you need in an attribute"
-    if "'coroutine' object" in text:
-        yield "write `async def`, and `await` what has to be awaited"
-    if isinstance(obj, PluginBase) and "__init__" in vars(type(obj)) and "has no attribute" in text:
-        yield "does its __init__ call super().__init__ with all its arguments?"
-    paths = [path for path in sys.path if path and Path(path) != Path.cwd()]
-    for name in re.findall(r"'(\w+)", text):
-        file = getattr(sys.modules.get(name), "__file__", None) or ""
-        is_own = Path(file.removesuffix("/__init__.py")).parent == Path.cwd()
-        if is_own and (name in sys.stdlib_module_names or PathFinder.find_spec(name, paths)):
-            yield f"{file} hides the module {name!r} that other code imports; rename it"
+# ---- from a name to a class ----------------------------------------------------------------------
 
 
 def is_dotted_path(name: str) -> bool:
@@ -110,103 +96,56 @@ def is_dotted_path(name: str) -> bool:
 
 
 def import_plugin(dotted: str) -> ValueAndProblems:
-    """The module `dotted`, or the attribute of that name in its parent module."""
-    path, _, name = dotted.rpartition(".")
-    module, _, problem = _import(path)
-    if module is None:
-        return None, [problem]
-    target, missing, problem = _import(dotted)
-    if target is not None or missing != dotted:
-        return target, [problem] if problem else []
-    if not hasattr(module, name):
-        location = f" ({module.__file__})" if module.__file__ else ""
-        remedy = f"; drop '.py': {path!r}" if name == "py" else ""
-        return None, [f"module {path} holds no {name!r}{location}{remedy}"]
-    return getattr(module, name), []
-
-
-def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
-    """(the module, the first part of its path that does not exist, the problem)."""
+    """The attribute `dotted` of its module, or the module of that name."""
+    parent, _, name = dotted.rpartition(".")
     try:
-        return importlib.import_module(dotted), "", ""
+        module = importlib.import_module(parent)
+        if hasattr(module, name):
+            return getattr(module, name), []
+        return importlib.import_module(dotted), []
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        reraise_ctrl_c(error)
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
-        if missing and f"{dotted}.".startswith(f"{missing}."):
-            problem = f"no module {missing!r} is installed or in {Path.cwd()}"
-            return None, missing, problem
-        if missing and missing.partition(".")[0] not in sys.modules:
-            return None, "", f"{dotted} imports {missing!r}, which is not installed"
-        return None, "", f"importing {dotted} raises {described(error)}"
-
-
-def _public(module: ModuleType) -> dict[str, Any]:
-    """name -> value of the module's public names, without those imported from outside it."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        for origin in [getattr(value, "function", value)]  # a `RewardFunction` wraps one
-        if not name.startswith("_")
-        and f"{getattr(origin, '__module__', '')}.".startswith(f"{module.__name__}.")
-    }
+        if missing == dotted:
+            remedy = f"; drop '.py': {parent!r}" if name == "py" else ""
+            return None, [f"module {parent} holds no {name!r}{remedy}"]
+        if missing and f"{parent}.".startswith(f"{missing}."):
+            return None, [f"no module {missing!r} is installed or in {Path.cwd()}"]
+        return None, [f"importing {dotted} raises {described(error)}"]
 
 
 def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     """The plugin class in `target`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
-    if base is Reward and (isinstance(target, RewardFunction) or inspect.isroutine(target)):
-        reward_function = target if isinstance(target, RewardFunction) else RewardFunction(target)
-        name = getattr(reward_function.function, "__name__", "the function")
-        wrong = _call_problem(reward_function.function, name, 1, "(x: RewardInput) -> float")
-        cls: type[Any] = reward_function.as_class()
+    if base is Reward and inspect.isroutine(target):
+        cls: Any = class_of(target)
+        wrong = _mismatch(cls.__name__, target, _reward, may_await=True)
+        wrong += _variable_problems(cls, base)
     else:
-        plugin, wrong = _class_in(target, base)
-        if plugin is None:
-            return None, wrong
-        cls, wrong = plugin, [*_members(plugin, base)]
-    wrong += _variables(cls, base)
-    if not wrong and cls.metrics and cls.take_metrics is PluginBase.take_metrics:
-        wrong.append(
-            f"{cls.__name__} declares metrics and reports none; expected "
-            "`def take_metrics(self) -> Mapping[str, float]`"
-        )
-    if not wrong and issubclass(cls, Reward):
-        defined = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
-        if cls.needs_judge and not defined:
-            wrong.append(
-                f"{cls.__name__} needs the judge and does not say how often it asks; expected "
-                "`@classmethod def num_questions(cls, config: Config) -> int`"
-            )
+        cls, wrong = _class_in(target, base)
+        wrong = list(_class_problems(cls, base)) if cls else wrong
     return (None if wrong else cls), wrong
 
 
 def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
-    if isinstance(target, ModuleType):
-        classes = (value for value in _public(target).values() if isinstance(value, type))
-        plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
-        if len(plugins) == 1:
-            return plugins[0], []
-        if plugins:
-            names = ", ".join(cls.__name__ for cls in plugins)
-            return None, [f"module {target.__name__} holds {names}; name one of them after a dot"]
+    if isinstance(target, type) and issubclass(target, base):
+        return target, []
+    if not isinstance(target, ModuleType):
+        label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
+        return None, [f"{label} is not a {base.__name__}: {derive}"]
+    classes = (value for value in _public(target).values() if isinstance(value, type))
+    plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
+    if len(plugins) == 1:
+        return plugins[0], []
+    names = ", ".join(cls.__name__ for cls in plugins)
+    text = f"module {target.__name__} holds {names}; name one of them after a dot"
+    if not plugins:
         text = f"module {target.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
             text += f", or name a function in it after a dot{_functions_of(target)}"
-        if modules := [part.name for part in pkgutil.iter_modules(getattr(target, "__path__", ()))]:
-            text += f"; it is a package: name one of its modules, {', '.join(modules)}, after a dot"
-        return None, [text]
-    if isinstance(target, type) and issubclass(target, base):
-        return target, []
-    label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
-    return None, [f"{label} is not a {base.__name__}: {derive}"]
-
-
-def _functions_of(module: ModuleType) -> str:
-    """' (f, g)': the functions that the module defines; '' if there are none."""
-    kinds = (RewardFunction, type(_functions_of))
-    names = [name for name, value in _public(module).items() if isinstance(value, kinds)]
-    return f" ({', '.join(names)})" if names else ""
+    return None, [text]
 
 
 def loss_problems(target: Any) -> list[str]:
@@ -214,126 +153,156 @@ def loss_problems(target: Any) -> list[str]:
     if isinstance(target, ModuleType):
         functions = _functions_of(target)
         return [f"{target.__name__} is a module; name a function in it after a dot{functions}"]
-    name = getattr(target, "__name__", "it")
-    if inspect.iscoroutinefunction(target):
-        return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
-    return _call_problem(target, name, 1, "(x: LossInputs) -> LossTerms")
+    return _mismatch(getattr(target, "__name__", "it"), target, _loss)
 
 
-_GRADE = "(self, x: RewardInput) -> RewardOutput"
+def _functions_of(module: ModuleType) -> str:
+    """' (f, g)': the functions that the module defines; '' if there are none."""
+    names = [name for name, value in _public(module).items() if inspect.isfunction(value)]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _public(module: ModuleType) -> dict[str, Any]:
+    """name -> value of the module's public names, without those imported from outside it."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
+    }
+
+
+# ---- what a base asks of a class -----------------------------------------------------------------
 
 
 def _owners(base: type[PluginBase[Any]]) -> list[type]:
     return [cls for cls in base.__mro__ if issubclass(cls, PluginBase)]
 
 
-@cache  # memory hints read a config hundreds of times
-def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> tuple[str, ...]:
-    """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
-    return tuple(_member_problems(cls, base))
-
-
-def _member_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    label, config, expected = cls.__name__, cls.Config, base.Config
-    if not (isinstance(config, type) and issubclass(config, Section)):
-        yield f"{label}.Config is {brief(config)}; derive it from {expected.__name__}"
-    elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
-        yield f"{label}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
-    for member in sorted(getattr(cls, "__abstractmethods__", ())):
-        yield f"{label} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
-    if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
-        if cls.scores_groups():
-            yield f"{label} has grade and score_group; keep only one"
-        else:
-            yield f"{label} has no grade; expected `async def grade{_GRADE}`, or score_group"
-    for member in sorted(_methods(base)):
-        own_member, base_member = (inspect.getattr_static(one, member) for one in (cls, base))
-        if own_member is base_member:
-            continue
-        name, signature = f"{cls.__name__}.{member}", _signature(getattr(base, member))
-        is_bound = isinstance(own_member, classmethod | staticmethod)
-        is_class_method = isinstance(base_member, classmethod)
-        is_async = inspect.iscoroutinefunction(own_member) or inspect.isasyncgenfunction(own_member)
-        if is_class_method and not is_bound:
-            yield f"{name} is not a classmethod; expected `@classmethod def {member}{signature}`"
-        elif is_async and member not in ("grade", "score_group"):
-            yield f"{name} is async; expected `def {member}{signature}`"
-        else:
-            num_arguments = len(inspect.signature(getattr(base, member)).parameters)
-            num_arguments -= is_bound and not is_class_method
-            yield from _call_problem(getattr(cls, member), name, num_arguments, signature)
-
-
 @cache
-def _methods(base: type[PluginBase[Any]]) -> set[str]:
-    """Names of the methods that a plugin of this base may define, the constructor included."""
+def _methods(base: type[PluginBase[Any]]) -> Mapping[str, Any]:
+    """What a plugin of this base may define: name -> the base's function or class method."""
     return {
-        name
-        for cls in _owners(base)
-        for name, value in vars(cls).items()
-        if (inspect.isfunction(value) or isinstance(value, classmethod))
+        name: member
+        for cls in reversed(_owners(base))
+        for name, member in vars(cls).items()
+        if (inspect.isfunction(member) or isinstance(member, classmethod))
         and (not name.startswith("_") or name in ("__init__", "__len__", "__getitem__"))
     }
 
 
-def _signature(function: Callable[..., Any]) -> str:
-    """The signature as in the source: '(cls, config: Config) -> int'."""
-    if function is Reward.grade:
-        return _GRADE
-    signature = inspect.signature(function)
-    if inspect.ismethod(function):
-        first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = signature.replace(parameters=[first, *signature.parameters.values()])
-    return re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", str(signature).replace("'", ""))
-
-
-def _call_problem(
-    function: Callable[..., Any], name: str, num_arguments: int, signature: str
-) -> list[str]:
-    """[] if `function` can be called with `num_arguments` positional arguments, else [why not]."""
-    expected = f"expected `def {name.rpartition('.')[2]}{signature}`"
-    if not callable(function):
-        return [f"{name} is {brief(function)}; {expected}"]
-    if inspect.isasyncgenfunction(function):
-        return [f"{name} is an async generator; {expected}, without `yield`"]
-    try:
-        actual = inspect.signature(function)
-    except ValueError:  # a built-in without a signature
-        return []
-    try:
-        actual.bind(*range(num_arguments))
-    except TypeError:
-        return [f"{name} is `def {name.rpartition('.')[2]}{actual}`; {expected}"]
-    return []
-
-
 @cache
-def _annotated(base: type[PluginBase[Any]]) -> dict[str, tuple[type, str]]:
-    """Variables that a base declares: name -> (the class that declares it, its annotation)."""
+def _variables(base: type[PluginBase[Any]]) -> Mapping[str, tuple[type, str]]:
+    """Class variables that a base declares: name -> (the class that does, its annotation)."""
     return {
         name: (cls, text)
         for cls in reversed(_owners(base))
         for name, text in vars(cls).get("__annotations__", {}).items()
-        if name != "Config"
+        if text.startswith("ClassVar[") and name != "Config"
     }
 
 
-def _variables(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    """Problems: class variables that are missing, or not of the base's type."""
-    for name, (owner, text) in _annotated(base).items():
+@cache  # memory hints read a config hundreds of times
+def _class_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> tuple[str, ...]:
+    return (
+        *_config_problems(cls, base),
+        *_method_problems(cls, base),
+        *_variable_problems(cls, base),
+    )
+
+
+def _config_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
+    config, wanted = cls.Config, base.Config
+    for missing in sorted(wanted.model_fields.keys() - getattr(config, "model_fields", {}))[:1]:
+        problem = f"{cls.__name__}.Config is {brief(config)} and has no field {missing!r}"
+        yield f"{problem}; derive it from {wanted.__name__}"
+
+
+def _method_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
+    """Methods that are missing, or that cannot be called as the base's can."""
+    label, methods = cls.__name__, _methods(base)
+    lacking = [name for name in methods if getattr(getattr(cls, name), "__isabstractmethod__", 0)]
+    if issubclass(cls, Reward):
+        if cls.scores_groups() and cls.grade is not Reward.grade:
+            yield f"{label} has grade and score_group; keep only one"
+        if not cls.scores_groups() and cls.grade is Reward.grade:
+            lacking.append("grade")
+        if cls.needs_judge and "num_questions" not in _defined(cls, base):
+            lacking.append("num_questions")
+    if cls.metrics and "take_metrics" not in _defined(cls, base):
+        lacking.append("take_metrics")
+    for name in lacking:
+        yield f"{label} has no {name}; expected {_written(name, methods[name])}"
+    for name in _defined(cls, base):
+        member, may_await = inspect.getattr_static(cls, name), name in ("grade", "score_group")
+        yield from _mismatch(f"{label}.{name}", member, methods[name], may_await)
+
+
+def _defined(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> list[str]:
+    """The base's methods that the class defines anew."""
+    methods = _methods(base).items()
+    return [name for name, member in methods if inspect.getattr_static(cls, name) is not member]
+
+
+def _reward(x: RewardInput) -> float: ...  # type: ignore[empty-body]
+def _loss(x: LossInputs) -> LossTerms: ...  # type: ignore[empty-body]
+
+
+def _mismatch(name: str, found: Any, expected: Any, may_await: bool = False) -> list[str]:
+    """[] if `found` can be called as `expected`, else [why not]. Both are functions, or members as
+    the `__dict__` of a class has them. `may_await`: it may be `async`."""
+    is_bound = isinstance(found, classmethod | staticmethod)
+    function = found.__func__ if is_bound else found
+    fits = callable(function) and (is_bound or not isinstance(expected, classmethod))
+    if fits:
+        wanted = inspect.signature(getattr(expected, "__func__", expected)).parameters
+        num_arguments = len(wanted) - isinstance(found, staticmethod)
+        try:
+            inspect.signature(function).bind(*range(num_arguments))
+            fits = may_await or not _is_async(function)
+        except TypeError:
+            fits = False
+        except ValueError:  # a built-in without a signature
+            pass
+    if fits:
+        return []
+    own_name = name.rpartition(".")[2]
+    return [f"{name} is {_written(own_name, found)}; expected {_written(own_name, expected)}"]
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _written(name: str, member: Any) -> str:
+    """A method as in the source: '`@classmethod def f(cls, config: Config) -> int`'."""
+    function = getattr(member, "__func__", member)
+    if not callable(function):
+        return brief(member)
+    text = "@classmethod " if isinstance(member, classmethod) else ""
+    text += "async def " if _is_async(function) else "def "
+    signature = str(inspect.signature(function)).replace("'", "")
+    signature = re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", signature)
+    return f"`{text}{name}{signature}`"
+
+
+def _variable_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
+    """Class variables that are missing, or not of the base's type."""
+    for name, (owner, text) in _variables(base).items():
         value = inspect.getattr_static(cls, name, inspect.Parameter.empty)
-        is_fixed = text.startswith("ClassVar[")
         if value is inspect.Parameter.empty:
-            if is_fixed:
-                yield f"{cls.__name__} has no {name}; expected {_readable(text)}"
-        elif is_fixed or not hasattr(type(value), "__get__"):  # skip a property: no instance yet
+            yield f"{cls.__name__} has no {name}; expected {_readable(owner, text)}"
+        else:
             yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
 def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """'name: why' for each member of a user's class that nothing reads, if its name is close to
     the name of one that is read."""
-    known = {*_methods(base), *_annotated(base)}
+    known = {
+        *dir(base),
+        *(name for one in _owners(base) for name in vars(one).get("__annotations__", ())),
+    }
     for owner in cls.__mro__:
         for name in () if owner.__module__.startswith(("rl.", "abc", "typing")) else vars(owner):
             if name not in known and not name.startswith("_"):
@@ -341,15 +310,19 @@ def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
                     yield f"{owner.__name__}.{name}: nothing reads it; did you mean {near!r}?"
 
 
-@cache
-def section_methods(base: type[PluginBase[Any]]) -> list[str]:
-    """Names of the class methods whose only argument is the plugin's section."""
-    methods = ((name, getattr(base, name)) for name in sorted(_methods(base)))
-    return [
-        name
-        for name, member in methods
-        if inspect.ismethod(member) and list(inspect.signature(member).parameters) == ["config"]
-    ]
+# ---- what a class method answers -----------------------------------------------------------------
+
+
+def section_problems(
+    cls: type[PluginBase[Any]], base: type[PluginBase[Any]], config: Any
+) -> list[str]:
+    """Call each class method whose only argument is the plugin's section; what is wrong with it."""
+    problems = []
+    for name, member in _methods(base).items():
+        parameters = inspect.signature(getattr(member, "__func__", member)).parameters
+        if list(parameters) == ["cls", "config"]:
+            problems += ask(cls, name, config)[1]
+    return problems
 
 
 def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> ValueAndProblems:
@@ -361,8 +334,7 @@ def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> ValueAnd
 
     def call() -> Any:
         answer = method(*arguments)
-        is_list = text.startswith("Iterable[") and isinstance(answer, Iterator)
-        return list(answer) if is_list else answer
+        return list(answer) if isinstance(answer, Iterator) else answer
 
     answer, wrong = attempt(method.__qualname__, method, call)
     wrong = wrong or list(_misfit(f"{method.__qualname__} returns", answer, owner, text))
@@ -376,32 +348,28 @@ def _misfit(label: str, value: Any, owner: type, text: str) -> Iterator[str]:
         _adapter(owner, text).validate_python(plain, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         item = f"{brief(first['input'])}: " if first["loc"] else ""
-        yield f"{label} {brief(value)}; expected {_readable(text)} ({item}{why})"
+        why = f"{item}{first['msg'].removeprefix('Value error, ').removeprefix('Input ')}"
+        yield f"{label} {brief(value)}; expected {_readable(owner, text)} ({why})"
 
 
 @cache
 def _adapter(owner: type, text: str) -> TypeAdapter[Any]:
-    holder = type("Holder", (), {"__annotations__": {"it": text}})
-    hint = get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)["it"]
-    if get_origin(hint) is ClassVar:
-        [hint] = get_args(hint)
-    if get_origin(hint) is Iterable:  # pydantic does not check the items of an Iterable
-        hint = list[get_args(hint)]  # type: ignore[misc]
-    return TypeAdapter(hint)
+    # pydantic does not check the items of an Iterable.
+    return TypeAdapter(_hint(owner, text.replace("Iterable[", "Sequence["), include_extras=True))
 
 
-_EXAMPLES = {
-    "Set[str]": "{'source'}",
-    "Mapping[str, Metric]": "{'a': Metric('0..1', 'what it is')}",
-}
+def _readable(owner: type, text: str) -> str:
+    """'ClassVar[Set[ActionKind]]' -> "Set[Literal['hidden_states', 'text', 'image_tokens']]"."""
+    hint = _hint(owner, text, include_extras=False)
+    name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
+    return re.sub(r"\b(typing|collections\.abc|rl\.api\.\w+)\.", "", name)
 
 
-def _readable(text: str) -> str:
-    """'ClassVar[Set[ActionKind]]' -> "Set['hidden_states' | 'text' | 'image_tokens']"."""
+def _hint(owner: type, text: str, include_extras: bool) -> Any:
+    """The evaluated annotation. (`get_type_hints` of the class would read the others, too, and
+    their names may be imported for type checkers only.)"""
     text = re.sub(r"^ClassVar\[(.*)\]$", r"\1", text)
-    text = re.sub(r"\b(MetricName|Carried)\b", "str", text).replace("Count", "int >= 0")
-    for kind, example in _EXAMPLES.items():
-        text += f", as {example}" if text == kind else ""
-    return re.sub(r"\w+Kind\b", lambda m: " | ".join(map(repr, get_args(vars(types)[m[0]]))), text)
+    holder = type("Holder", (), {"__annotations__": {"it": text}})
+    names = vars(sys.modules[owner.__module__])
+    return get_type_hints(holder, names, include_extras=include_extras)["it"]

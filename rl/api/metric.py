@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import AfterValidator
-
-
-def usable_name(name: object) -> str:
-    """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
-    return name
-
-
-MetricName = Annotated[str, AfterValidator(usable_name)]
 
 
 @dataclass(frozen=True)

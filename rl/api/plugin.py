@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, get_args, get_origin
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.judge import Judge
-from rl.api.metric import Metric, MetricName
-from rl.config.schema import MAX_COUNT, RunConfig, Section, changed
+from rl.api.metric import Metric
+from rl.config.loading import is_folder
+from rl.config.schema import MAX_COUNT, MetricName, RunConfig, Section, Unread
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
@@ -29,13 +29,25 @@ class PluginConfig(Section):
 class PlacedConfig(PluginConfig):
     """Base of the keys of a plugin that keeps a model on a device."""
 
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\+?\d+)$")] = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's index plus 1)."""
-    max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    max_memory_gb: Annotated[
+        Annotated[float, Field(gt=0, le=1e6)] | None, Unread("device", "cpu")
+    ] = None
     """Limit of this model's GPU memory, GB (1e9 bytes; the policy's includes its inference engine);
     null = no limit. A batch that needs more is halved, as when the GPU is full."""
     dtype: Dtype = "bfloat16"
     """Data type of the model; weights stored in another one are converted when loaded."""
+
+
+@dataclass(frozen=True)
+class SavesMemory:
+    """Beside a field of a frozen model's section: a value that takes less memory, which `rl check`
+    suggests to a run that does not fit."""
+
+    value: Any
+    exact: bool = True
+    """Whether the results stay the same, only slower."""
 
 
 class FrozenModelConfig(PlacedConfig):
@@ -43,9 +55,9 @@ class FrozenModelConfig(PlacedConfig):
 
     model_path: str
     """Hub id or local folder (safetensors)."""
-    revision: str | None = None
+    revision: Annotated[str | None, Unread("model_path", is_folder)] = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 8
     """Pictures per batch; halved permanently when a batch does not fit in memory."""
 
 
@@ -54,13 +66,6 @@ class FileConfig(PluginConfig):
 
     path: str
     """File or folder."""
-
-
-def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
-    """For `no_effect`: 'key: why' for each of `keys` (space-separated; None: all) that is not at
-    its default. `at`: a prefix for the keys, such as 'lora.' for a nested section."""
-    names = None if keys is None else keys.split()
-    return [f"{at}{key}: {why}" for key in changed(section, names)]
 
 
 ConfigT = TypeVar("ConfigT", bound=Section, default=PluginConfig)
@@ -85,24 +90,6 @@ class PluginBase(ABC, Generic[ConfigT]):
             is_ours = isinstance(origin, type) and issubclass(origin, PluginBase)
             if is_ours and not isinstance(arguments[0], TypeVar):
                 cls.Config = arguments[0]
-
-    @classmethod
-    def reads_from(cls, config: ConfigT) -> Sequence[str]:
-        """Hub ids, folders and files that it reads; the first known one gives a policy's shape."""
-        if isinstance(config, FrozenModelConfig):
-            return [config.model_path]
-        return [config.path] if isinstance(config, FileConfig) and config.path else []
-
-    @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        """'key: why' for each key that is set but unused, given the section's other keys. Report a
-        key that contradicts others in `problems`."""
-        lines = []
-        if isinstance(config, PlacedConfig) and config.device == "cpu":
-            lines += unread(config, "max_memory_gb", "a CPU's memory is not limited")
-        if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
-            lines += unread(config, "revision", "model_path is a folder")
-        return lines
 
     def take_metrics(self) -> Mapping[str, float]:
         """Metric name, as declared in `metrics` -> its mean on this rank since the last call. Omit
@@ -165,8 +152,9 @@ class RunPlugin(PluginBase[ConfigT]):
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """The models that it loads. A run does not start if a folder is missing, holds another
-        model or lacks files; of a hub id, only the files in the local cache are checked."""
+        """The models that it loads; the first known one gives a policy's shape. A run does not
+        start if a folder is missing, holds another model or lacks files; of a hub id, only the
+        files in the local cache are checked."""
         return []
 
     @classmethod
@@ -185,13 +173,20 @@ class RunPlugin(PluginBase[ConfigT]):
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A value of one of the plugin's keys that saves memory."""
+class ModelCost:
+    """What a frozen model takes, for the plans of memory and time that `rl check` makes."""
 
-    key: str
-    value: Any
-    exact: bool
-    """Whether the results stay the same, only slower."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Part of the model -> number of weights on the device; {}: unknown, or no model."""
+    activations: Mapping[str, float] = field(default_factory=dict)
+    """Part of the model -> number of values alive at the peak of a forward."""
+    host_weights: float = 0.0
+    """Number of weights that stay in host memory instead."""
+    host_shared: bool = True
+    """Whether the ranks of a machine share those as pages of one file."""
+    picture_flops: float | None = None
+    """A renderer's operations (a multiply-add is two) for one picture from one source; None:
+    unknown."""
 
 
 class ModelRunner(RunPlugin[ConfigT]):
@@ -203,30 +198,9 @@ class ModelRunner(RunPlugin[ConfigT]):
     judge), it is tried on made-up inputs before a run starts."""
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Part of the model -> weight count on the device, for the memory plan; {} if unknown."""
-        return {}
-
-    @classmethod
-    def host_parameters(cls, config: ConfigT) -> float:
-        """Number of weights that stay in host memory instead, for the memory plan."""
-        return 0.0
-
-    @classmethod
-    def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """Whether the ranks of a machine share those weights as pages of one file."""
-        return True
-
-    @classmethod
-    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Part of the model -> number of values alive at the peak of a forward."""
-        return {}
-
-    @classmethod
-    def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Changes of its keys that save memory, the cheapest first, for `--check`'s advice."""
-        batched = isinstance(config, FrozenModelConfig) and config.batch_size > 1
-        return [Saving("batch_size", 1, exact=True)] if batched else []
+    def cost(cls, config: ConfigT) -> ModelCost:
+        """What its model takes with this section."""
+        return ModelCost()
 
 
 @dataclass(frozen=True)
@@ -253,8 +227,5 @@ def too_old(capability: float | None, least: float, feature: str, remedy: str) -
 
 def brief(value: object) -> str:
     """A value and its type as one short line."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception as error:  # raised by a user's class
-        text = f"an object whose repr raises {type(error).__name__}"
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -30,10 +30,14 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.config.schema import MAX_TOKENS, Section
+from rl.config.schema import MAX_TOKENS, Section, Unread
 
 if TYPE_CHECKING:
     import torch
+
+
+NO_STATES = Unread("renderer.accepts", "text", "image_tokens")
+"""Beside a key of a policy's section that matters only where the renderer takes hidden states."""
 
 
 class LoraSection(Section):
@@ -45,9 +49,16 @@ class LoraSection(Section):
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input while training; above 0, trainer and engine differ."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: Annotated[tuple[str, ...], Unread("adapter_path")] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
     """Names of linear layers, in the language model only while the vision tower is frozen."""
-    init_seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    init_seed: Annotated[Annotated[int, Field(ge=0, lt=2**53)] | None, Unread("adapter_path")] = (
+        None
+    )
     """Seed of the adapter's initial A matrices (B starts at zero); null: from the run's `seed`."""
 
 
@@ -60,11 +71,11 @@ class ThoughtSection(Section):
     )
     """Appended to the user's words for sampling; `{marker}` becomes the marker. '' = nothing, for
     a policy that thinks without being asked."""
-    marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
+    marker: Annotated[str, Field(pattern=r"\S", max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest thought, marker included; a longer one fails. null = only the completion's limit."""
-    states: Literal["words", "attended"] = "words"
+    states: Annotated[Literal["words", "attended"], NO_STATES] = "words"
     """words: hidden states of the words when they follow the renderer's own prompt, without the
     thought (equal words give one picture); attended: states that attended to the thought."""
     loss: Literal["all", "words", "thought"] = "all"
@@ -135,8 +146,6 @@ class Policy(RunPlugin[PolicyConfigT]):
     if the renderer's template shows one."""
     refused_with_template: ClassVar[Set[str]] = frozenset()
     """Keys of its section that are refused if the renderer has a prompt template."""
-    keys_for_states: ClassVar[Set[str]] = frozenset()
-    """Keys that are read only where the renderer takes hidden states."""
     thinks: ClassVar[bool] = False
     """Whether it reads its section's `thought`."""
 

@@ -52,12 +52,6 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it reads, known before loading; None: unknown, or none."""
         return None
 
-    @classmethod
-    def picture_flops(cls, config: ConfigT) -> float | None:
-        """Operations (a multiply-add is two) of drawing one picture from one source, for a plan of
-        an iteration's time; None: unknown."""
-        return None
-
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """Prepare a user's own samples for the policy. If the policy reads codes, this scales each
         picture to about `area_px` and encodes it. Called outside of training."""

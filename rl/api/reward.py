@@ -5,17 +5,16 @@ Axes in names: `_G` completions of a group.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from numbers import Real
-from typing import ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
-from rl.api.metric import MetricName, usable_name
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
 from rl.api.types import RewardInput, RewardOutput
+from rl.config.schema import MetricName, usable_name
 
 Score = RewardOutput | float | None
 """A bare number is a value without parts; None: this picture could not be graded."""
@@ -79,48 +78,43 @@ class Reward(ModelRunner[ConfigT]):
 Grading = Callable[[RewardInput], Score | Awaitable[Score]]
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    """A function of one picture, with what it declares."""
-
-    function: Grading
-    needs: Set[str] = frozenset()
-    diagnostic: bool = False
-    unit_parts: Set[str] = frozenset()
-
-    def __call__(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
-        return self.function(reward_input)
-
-    def as_class(self) -> type[Reward]:
-        """A `Reward` class without config keys that calls this function."""
-        function = self.function
-
-        def grade(reward: Reward, reward_input: RewardInput) -> Score | Awaitable[Score]:
-            return function(reward_input)
-
-        module_name = {"__module__": getattr(function, "__module__", "")}
-        members = {**vars(self), **module_name, "grade": wraps(function)(grade)}
-        return type(getattr(function, "__name__", "the function"), (Reward,), members)
+FunctionT = TypeVar("FunctionT", bound=Grading)
 
 
 @overload
-def reward(function: Grading, /) -> RewardFunction: ...
+def reward(function: FunctionT, /) -> FunctionT: ...
 @overload
 def reward(
     *, needs: Set[str] = ..., diagnostic: bool = ..., unit_parts: Set[str] = ...
-) -> Callable[[Grading], RewardFunction]: ...
+) -> Callable[[FunctionT], FunctionT]: ...
 def reward(
-    function: Grading | None = None,
+    function: Any = None,
     /,
     needs: Set[str] = frozenset(),
     diagnostic: bool = False,
     unit_parts: Set[str] = frozenset(),
-) -> RewardFunction | Callable[[Grading], RewardFunction]:
+) -> Any:
     """`@reward(needs={'image'})` declares for a function what a `Reward` declares by class
     variables. A function that declares nothing needs no decorator."""
-    if function is not None:
-        return RewardFunction(function)
-    return lambda function: RewardFunction(function, needs, diagnostic, unit_parts)
+
+    def declare(function: Any) -> Any:
+        variables = {"needs": needs, "diagnostic": diagnostic, "unit_parts": unit_parts}
+        function.reward_variables = variables
+        return function
+
+    return declare if function is None else declare(function)
+
+
+def class_of(function: Any) -> type[Reward]:
+    """A `Reward` class without config keys that calls a function of one picture."""
+
+    def grade(reward: Reward, reward_input: RewardInput) -> Score | Awaitable[Score]:
+        score: Score | Awaitable[Score] = function(reward_input)
+        return score
+
+    members = {"__module__": function.__module__, "grade": wraps(function)(grade)}
+    members |= getattr(function, "reward_variables", {})
+    return type(function.__name__, (Reward,), members)
 
 
 NO_VALUE = "gave no value (None)"
@@ -139,7 +133,7 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
     parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
     for name in parts:
         try:
-            usable_name(name)
+            usable_name(str(name))
         except ValueError as error:
             raise ValueError(f"part {name!r}: {error}") from None
     for name in sorted(unit_parts):
@@ -152,12 +146,5 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
 def _number(label: str, value: object) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    message = f"{label} is {brief(value)}; expected a finite number, alone or as "
-    message += "RewardOutput(value, parts)"
-    if inspect.isgenerator(value):
-        message += ": write `return` instead of `yield`"
-    elif callable(getattr(value, "item", None)):
-        message += ": call `.item()` on it"
-    elif callable(value):
-        message += ": call it"
-    raise TypeError(message)
+    expected = "a finite number, alone or as RewardOutput(value, parts)"
+    raise TypeError(f"{label} is {brief(value)}; expected {expected}")

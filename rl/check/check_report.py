@@ -6,10 +6,10 @@ import asyncio
 import json
 import math
 import os
+import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from typing import Any
 from rl import build
 from rl.api import find
 from rl.api.find import misspelt
-from rl.api.plugin import unread
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved, RewardPlugin, ask_plugin
+from rl.build import PLUGIN_BASES, Resolved, RewardPlugin
 from rl.check import compatibility, memory_plan, trials
-from rl.check.compatibility import check_resume, memory_problems
+from rl.check.compatibility import check_resume, leaves, memory_problems
 from rl.check.iteration_time import pool_lines, questions_per_picture
 from rl.check.memory_plan import Plan
 from rl.check.this_machine import (
@@ -33,14 +32,17 @@ from rl.check.this_machine import (
     machine_lines,
     machine_problems,
 )
-from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems, plugins_to_try
-from rl.config.loading import FOLDER, GONE, escaped, find_config, not_a_file, own_and_base
+from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems
+from rl.config.loading import FOLDER, GONE, base_of, escaped, evaluate, find_config, not_a_file
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
     JudgeConfig,
     RunConfig,
     SamplingConfig,
+    Section,
+    Unread,
+    changed,
     listed,
 )
 from rl.judge.http import resolve_api_bases
@@ -53,91 +55,71 @@ from rl.record.run_summary import LOCKS
 # ---- no effect -----------------------------------------------------------------------------------
 # Reports keys that are set without effect, or probably without the effect that the user means.
 
-UNREAD: Mapping[str, tuple[str, Any]] = {
-    "algorithm.kl_estimator kl_placement": ("kl_coeff", 0),
-    "algorithm.advantage_eps": ("advantage_scale", "none"),
-    "algorithm.importance_cap": ("importance_correction", "none"),
-    "optimizer.zero_stage": ("backend", "torch"),
-    "evaluation.": ("every_n_iterations", 0),
-    "evaluation.top_k": ("temperature", 0),
-    "checkpoint.push_to_hub_repo_id": ("push_to_hub_every_n_iterations", 0),
-    "tracking.wandb_project": ("wandb", "off"),
-    "tracking.trackio_space": ("trackio", False),
-    "tracking.images_per_iteration keep_images_of_last_n_iterations thumbnails_mb": (
-        "log_episodes_every_n_iterations",
-        0,
-    ),
-    "judge.start_timeout_s": ("start_command", []),
-}
-"""'section.key key ...' (no key: the whole section) -> (another key of the section, the value of
-that key with which the first ones have no effect)."""
-
 
 def no_effect(resolved: Resolved) -> list[str]:
     """'key: why' for each key that has no effect and is set to another value than its default."""
-    problems = [*_rules(resolved)]
-    for plugin in resolved.plugins:
-        lines = ask_plugin(plugin, "no_effect")[0] or []
-        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
-        problems += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
-    return list({line.partition(":")[0]: line for line in reversed(problems)}.values())[::-1]
-
-
-def _rules(resolved: Resolved) -> Iterator[str]:
-    config, policy, renderer = resolved.config, resolved.policy, resolved.renderer
-    algorithm, optimizer = config.algorithm, config.optimizer
-    thought, lora = policy.config.thought, policy.config.lora
-    if not resolved.by_judge["judge"].needs_judge:
-        yield from unread(config.judge, None, "no reward asks this judge", "judge.")
-    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
-    for plugin in resolved.rewards.values():
-        if plugin.keys.held_out_only and not is_evaluated:
-            yield f"{plugin.key}.held_out_only: nothing is evaluated, so the reward grades nothing"
-        if plugin.keys.judge is not None:
-            yield from _own_judge(plugin, plugin.keys.judge)
-    for keys_path, (gate_key, value) in UNREAD.items():
-        name, _, keys = keys_path.partition(".")
-        section = getattr(config, name)
-        if getattr(section, gate_key) == value:
-            yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
-    if config.data.validation and not config.evaluation.every_n_iterations:
-        yield "data.validation: evaluation.every_n_iterations is 0, so nothing is evaluated"
-    one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
-    if one_update and not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES:
-        why = "one update an iteration and max_staleness 0: the ratio is 1"
-        yield from unread(algorithm, "clip_low clip_high", why, "algorithm.")
-    elif algorithm.loss == "cispo":
-        yield from unread(algorithm, "clip_low", "'cispo' has no lower bound", "algorithm.")
+    config, renderer, policy = resolved.config, resolved.renderer, resolved.policy
+    lora, algorithm, optimizer = policy.config.lora, config.algorithm, config.optimizer
+    is_old = config.max_staleness or optimizer.updates_per_iteration > 1 or (lora and lora.dropout)
+    facts = {
+        "evaluation.every_n_iterations": config.evaluation.every_n_iterations,
+        "judge.is_asked": resolved.by_judge["judge"].needs_judge,
+        "policy ratio": 1 if not is_old and algorithm.loss in SHIPPED_LOSSES else "any",
+        "policy.has_bare_arm": (
+            policy.cls.pass_through_completion is not Policy.pass_through_completion
+        ),
+        "policy.thought": policy.config.thought,
+        "renderer.accepts": renderer.cls.accepts,
+        "renderer.makes_images": renderer.cls.makes_images,
+    }
+    problems = [*unread(config, facts)]
     kept, why_not_kept = memory_plan.kept_tokens(resolved)
-    if not kept and optimizer.max_kept_tokens != 0:
-        why = f"nothing can be kept ({why_not_kept})"
-        yield from unread(optimizer, "max_kept_tokens", why, "optimizer.")
-    if thought is None:
-        why = "policy.thought is null, so there is no thought to leave out"
-        yield from unread(config.evaluation, "thought_gain", why, "evaluation.")
-    if not renderer.cls.makes_images:
-        why = f"renderer {renderer.name} makes no pictures"
-        yield from unread(config, "images_per_completion", why)
-    if policy.cls.pass_through_completion is Policy.pass_through_completion:
-        yield from unread(config, "bare_arm", f"policy {policy.name} has no bare arm")
-    if renderer.cls.accepts != "hidden_states":
-        why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
-        yield from unread(
-            policy.config, " ".join(sorted(policy.cls.keys_for_states)), why, "policy."
-        )
-        if thought is not None:
-            yield from unread(thought, "states", why, "policy.thought.")
+    if not kept and optimizer.max_kept_tokens:
+        problems.append(f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})")
+    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
+    for reward in resolved.rewards.values():
+        if reward.keys.held_out_only and not is_evaluated:
+            text = "nothing is evaluated, so the reward grades nothing"
+            problems.append(f"{reward.key}.held_out_only: {text}")
+        if reward.keys.judge is not None:
+            problems += _own_judge(reward, reward.keys.judge)
+    for plugin in resolved.plugins:
+        problems += unread(plugin.config, facts, f"{plugin.key}.")
+        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
+        problems += [f"{plugin.key}.{line}" for line in misspelt(plugin.cls, base)]
+    return problems
+
+
+def unread(
+    section: Section, around: Mapping[str, Any], at: str = "", why: str = ""
+) -> Iterator[str]:
+    """'key: why' for each key of the section, and of those inside it, that is set though its
+    `Unread` says that nothing reads it. `around`: what a `gate` may name; `at`: the section's
+    prefix; `why`: why nothing reads the whole section."""
+    known = {**around, **dict(section)}
+    for key, info in type(section).model_fields.items():
+        value = getattr(section, key)
+        values = value.items() if isinstance(value, dict) else [("", value)]
+        inside = {name: part for name, part in values if isinstance(part, Section)}
+        reasons = (note.why(known) for note in info.metadata if isinstance(note, Unread))
+        reason = why or next(filter(None, reasons), "")
+        for name, part in inside.items():
+            prefix = f"{at}{key}.{name}." if name else f"{at}{key}."
+            yield from unread(part, known, prefix, reason)
+        if reason and not inside and changed(section, [key]):
+            yield f"{at}{key}: {reason}"
 
 
 def _own_judge(plugin: RewardPlugin, judge: JudgeConfig) -> Iterator[str]:
     """The keys of a reward's own judge that nothing reads."""
-    at = f"{plugin.key}.judge."
-    if not plugin.cls.needs_judge:
-        yield from unread(judge, None, f"reward {plugin.name} asks no judge", at)
-    yield from unread(judge, "max_failure_rate unreadable", "the run's judge has the limits", at)
-    if plugin.keys.held_out_only:
-        audit = [key for key in type(judge).model_fields if key.startswith(("audit", "attack"))]
-        yield from unread(judge, " ".join(audit), "a start audits judges that train", at)
+    for key in changed(judge):
+        at = f"{plugin.key}.judge.{key}"
+        if not plugin.cls.needs_judge:
+            yield f"{at}: reward {plugin.name} asks no judge"
+        elif key in ("max_failure_rate", "unreadable"):
+            yield f"{at}: the run's judge has the limits"
+        elif plugin.keys.held_out_only and key.startswith(("audit", "attack")):
+            yield f"{at}: a start audits judges that train"
 
 
 def doubtful(resolved: Resolved) -> list[str]:
@@ -185,16 +167,13 @@ def doubtful(resolved: Resolved) -> list[str]:
 
 LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
-"""Existing files in the run folder that a resumed run opens for writing."""
-_OPENED_INSIDE = (LOGS, "judge")
-"""Folders in the run folder in which a resumed run opens existing files for writing."""
+"""Existing files in the run folder that a resumed run opens for writing, like all in `LOGS` and
+`judge`."""
 
 
 def folder_problems(run_dir: Path) -> list[str]:
     """Why `run_dir` cannot be a run's folder: it or a parent is not a folder, one of its files is a
     link or not a regular file, or one of its folders or files is not writable."""
-    if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
-        return _problem(run_dir, "belongs to the kernel; name another folder")
     if run_dir.parts[0].startswith("~"):
         return _problem(run_dir, "begins with ~, which only a shell replaces; write it out")
     for path in (run_dir, *run_dir.parents):
@@ -203,20 +182,17 @@ def folder_problems(run_dir: Path) -> list[str]:
             break
         if why != GONE:
             return _problem(path, f"{why or 'is a file'}; name a folder")
-    if not_a_file(run_dir) != FOLDER:
-        return []
-    opened_paths = [run_dir / name for name in APPENDED]
-    opened_paths += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
-    for path in opened_paths:  # folders may be links to another disk
-        if path.is_symlink() and not path.is_dir():
+    opened = [run_dir / name for name in APPENDED]
+    opened += [file for name in (LOGS, "judge") for file in sorted((run_dir / name).glob("*"))]
+    for path in (run_dir, *sorted(run_dir.glob("*/")), *opened):
+        why = not_a_file(path)
+        if path.is_symlink() and why != FOLDER:  # folders may be links to another disk
             return _problem(path, "is a link, and a run does not write through links; remove it")
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if why not in ("", GONE, FOLDER):
             return _problem(path, "is not an ordinary file; remove it")
-    entries = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
-    for path in (run_dir, *sorted(entries), *(run_dir / LOGS).glob("*.log")):
-        mode = os.W_OK | (os.X_OK if path.is_dir() else 0)
-        if not os.access(path, mode, effective_ids=os.access in os.supports_effective_ids):
-            return _read_only(path, "no permission, or a read-only disk")
+        mode = os.W_OK | (os.X_OK if why == FOLDER else 0)
+        if why != GONE and not os.access(path, mode, effective_ids=True):
+            return _problem(path, READ_ONLY.format("no permission, or a read-only disk"))
     return []
 
 
@@ -225,17 +201,16 @@ def create_and_check(run_dir: Path) -> list[str]:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # private until the user shares it
         (run_dir / LOGS).mkdir(exist_ok=True)
-        if problems := folder_problems(run_dir):
-            return problems
-        for folder in (run_dir, run_dir / LOGS):
-            tempfile.TemporaryFile(dir=folder).close()
+        problems = folder_problems(run_dir)
+        if not problems:
+            tempfile.TemporaryFile(dir=run_dir / LOGS).close()
     except OSError as error:
-        return _read_only(Path(error.filename or run_dir), error.strerror or str(error))
-    return []
+        reason = READ_ONLY.format(error.strerror or error)
+        return _problem(Path(error.filename or run_dir), reason)
+    return problems
 
 
-def _read_only(path: Path, why: str) -> list[str]:
-    return _problem(path, f"cannot be written to ({why}); make it writable or use another folder")
+READ_ONLY = "cannot be written to ({}); make it writable or use another folder"
 
 
 def _problem(path: Path, problem: str) -> list[str]:
@@ -255,11 +230,13 @@ BY_NAME = ("rewards", "weights")
 
 @dataclass(frozen=True)
 class Origin:
-    """A config's own values and those of the file that it is built upon, as `own_and_base`."""
+    """A config's own values, and those of the file that it is built upon, as `base_of`."""
 
     own: Values = field(default_factory=dict)
     base: Values = field(default_factory=dict)
     name: str = ""
+    text: str = ""
+    """The file's text and the overrides."""
 
 
 UNKNOWN = Origin()
@@ -268,15 +245,19 @@ UNKNOWN = Origin()
 def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
     """The origin of the config in the file at `path`."""
     file = find_config(path)
-    return Origin(**own_and_base(file, overrides, os.environ)) if file else UNKNOWN
+    own = evaluate(file, overrides, os.environ)[0] if file else None
+    if file is None or own is None:
+        return UNKNOWN
+    name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
+    return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
 
 
 def changes(origin: Origin) -> dict[str, list[str]]:
     """Title -> 'key: value (was value)' for all that differs from the imported file or, without
     one, from the defaults; {} if nothing does."""
-    base = dict(_leaves(origin.base))
+    base = dict(leaves(origin.base))
     lines = []
-    for key, value in _leaves(origin.own):
+    for key, value in leaves(origin.own):
         if value != base.get(key, ...) and key not in NAMES:
             max_chars = (MAX_CHARS - len(key)) // (1 + (key in base))
             was = f" (was {_text(base[key], max_chars)})" if key in base else ""
@@ -287,14 +268,14 @@ def changes(origin: Origin) -> dict[str, list[str]]:
 
 def dropped(resolved: Resolved, origin: Origin) -> list[str]:
     """'section: what it drops of the imported file' for each section replaced without `+`."""
-    now = dict(_leaves(resolved.config.model_dump(mode="json")))
+    now = dict(leaves(resolved.config.model_dump(mode="json")))
     for plugin in resolved.plugins:
-        now |= _leaves(plugin.config.model_dump(mode="json"), f"{plugin.key}.")
+        now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
     lines = []
-    for section, base in _replaced(origin.own, origin.base):
+    for section, lost in _replaced(origin.own, origin.base, origin.text):
         texts = [
             f"{key} {_text(value, MAX_CHARS // 3)}"
-            for key, value in base.items()
+            for key, value in lost.items()
             if value != now.get(f"{section}.{key}", ...)
         ]
         if texts:
@@ -306,41 +287,31 @@ def dropped(resolved: Resolved, origin: Origin) -> list[str]:
 
 def explained(problems: Sequence[str], origin: Origin) -> list[str]:
     """The problems of a config; a missing key says that the imported file has it, if it does."""
-    known = [key for key, _ in _leaves(origin.base) if "." in key]
+    known = dict(leaves(origin.base))
     lines = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
-        if key in known and rest.startswith("missing"):
+        if "." in key and key in known and rest.startswith("missing"):
             problem += f"; {origin.name} has it: {_remedy(key.rpartition('.')[0])} to keep it"
         lines.append(problem)
     return lines
 
 
-def _leaves(values: Values, at: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no section; a list is one value."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{at}{key}.")
-        elif key != "+":
-            yield f"{at}{key}", value
-
-
-def _replaced(own: Values, base: Values, at: str = "") -> Iterator[tuple[str, Values]]:
-    """(dotted key, what it lacks of `base`) of each section replaced without `+`."""
+def _replaced(own: Values, base: Values, text: str, at: str = "") -> Iterator[tuple[str, Values]]:
+    """(dotted key, what it lacks of `base`) of each section of the same type that `text` writes as
+    `key: {`, not as `key+: {`."""
     for key, was in base.items():
         new: Any = own.get(key)
         are_sections = isinstance(was, Mapping) and isinstance(new, Mapping)
         if are_sections and new.get("type", was.get("type")) == was.get("type"):
-            if "+" not in new and key not in BY_NAME:
+            if key not in BY_NAME and re.search(rf"\b{re.escape(key)}[:=] *{{", text):
                 yield f"{at}{key}", {name: was[name] for name in was if name not in new}
-            yield from _replaced(new, was, f"{at}{key}.")
+            yield from _replaced(new, was, text, f"{at}{key}.")
 
 
 def _remedy(section: str) -> str:
-    text = "..."
-    for part in reversed(section.split(".")):
-        text = f"{part}+: {{ {text} }}"
-    return f"write {text}"
+    parts = section.split(".")
+    return f"write {'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
 
 
 def _text(value: Any, max_chars: int) -> str:
@@ -505,7 +476,7 @@ def report(
         "plugins": [
             f"{plugin.key:<20} {plugin.name:<22} {path}".rstrip()
             for plugin in resolved.plugins
-            for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
+            for path in plugin.paths[:1]
         ],
         "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),
@@ -524,21 +495,10 @@ def report(
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
     failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]
-    tried_keys = []
-    if not failures:
-        failures = dry_problems(resolved)
-        tried_keys = [
-            p.key for p in plugins_to_try(resolved) if not p.cls.__module__.startswith("rl.")
-        ]
-    if tried_keys:
-        blocks[f"plugins whose code has run, on made-up inputs: {', '.join(tried_keys)}"] = []
+    failures = failures or dry_problems(resolved)
     if online and not failures:
         for key, part in resolved.by_judge.items():
-            lines, problems = (
-                _asked_now(part, data.most_pictures)
-                if part.needs_judge
-                else (["no reward asks it"], [])
-            )
+            lines, problems = _asked_now(part, data.most_pictures)
             blocks[f"{key}, asked now"] = lines
             failures += problems if key == "judge" else [f"{key}: {text}" for text in problems]
     blocks |= warnings
@@ -562,6 +522,8 @@ def _asked_now(
 ) -> tuple[list[str], list[str]]:
     """(what the judge's endpoints answered, problems). `wait_s`: time limit of a judge's start."""
     judge = resolved.config.judge
+    if not resolved.needs_judge:
+        return ["no reward asks it"], []
     if judge.start_command:
         return ["not asked now: the run starts the judge and then asks it"], []
     bases = resolve_api_bases(judge.api_base)
@@ -591,30 +553,28 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
         "pictures": pictures,
         "judge questions": pictures * questions_per_picture(resolved),
     }
-    optimizer = config.optimizer
+    optimizer, policy = config.optimizer, resolved.policy
     per_update = completions / ranks / optimizer.updates_per_iteration
     num_kept, why = memory_plan.kept_tokens(resolved)
-    policy, algorithm = resolved.policy, config.algorithm
     start = policy.cls.start_adapter(policy.config)
-    reference = "none"
-    if algorithm.kl_coeff:
-        is_start = start and algorithm.kl_reference == "start"
-        reference = "the adapter that the run starts from" if is_start else "the base model"
-    return [
-        *(
-            f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
-            for name, count in counts.items()
-        ),
-        f"{'optimizer steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
+    reference = "the base model" if config.algorithm.kl_coeff else "none"
+    if start and reference != "none" and config.algorithm.kl_reference == "start":
+        reference = "the adapter that the run starts from"
+    lines = {
+        name: f"{count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
+        for name, count in counts.items()
+    } | {
+        "optimizer steps": f"{optimizer.updates_per_iteration:>8} an iteration, each of "
         f"{per_update:g} completions a rank",
-        f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
-        f"has at most {memory_plan.group_tokens(resolved)}",
-        f"{'kept for backward':<20} {num_kept} tokens on each rank, "
+        "forwards": f"in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group has "
+        f"at most {memory_plan.group_tokens(resolved)}",
+        "kept for backward": f"{num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
-        *([f"{'starts from':<20} {start}"] if start else []),
-        f"{'KL reference':<20} {reference}",
-        f"{'whole run':<20} {_length(resolved, num_rows)}",
-    ]
+        "starts from": start or "the base model",
+        "KL reference": reference,
+        "whole run": _length(resolved, num_rows),
+    }
+    return [f"{name:<20} {text}" for name, text in lines.items()]
 
 
 def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
@@ -652,38 +612,25 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         if plugin.cls.needs_judge
     ]
     if judge.audit != "off" and trials.rewards_that_ask(resolved):
-        with suppress(ValueError):  # a damaged file, which `_audit_problems` reports
-            known = trials.verdict(resolved)
-            at_start = known.passed is None and judge.audit == "required"
-            lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
+        known = trials.verdict(resolved)
+        at_start = known.passed is None and judge.audit == "required"
+        lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
     in_flight = judge.max_concurrency * config.world_size
     limits = f"up to {in_flight} in flight, {judge.max_attempts} tries each"
     per_hour = f"{training * 60} an hour at one iteration a minute; " if training else ""
     lines.append(f"{training} questions an iteration: {per_hour}{limits}")
     if every := evaluation.every_n_iterations:
-        makes_images = resolved.renderer.cls.makes_images
-        cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None
-        arms = 1 + evaluation.reference_drift + cuts_thoughts
-        arms += makes_images and config.bare_arm != "never"
         per_picture = questions_per_picture(resolved, held_out=True)
         held_out = evaluation.num_samples * config.images_per_completion * per_picture
-        lines.append(f"evaluation: up to {held_out * arms} more every {every} iterations")
-        if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
-            lines.append(f"stock arm: {2 * held_out} more, once")
+        lines.append(f"evaluation: {held_out} for each of its variants, every {every} iterations")
     return lines
 
 
 def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
     for key, part in resolved.by_judge.items():
-        setting = part.config.judge.audit
-        if setting == "off" or not trials.rewards_that_ask(part):
-            continue
-        try:
-            verdict = trials.verdict(part)
-        except ValueError as error:
-            yield f"{key}.audit: {error}"
-            continue
-        if setting == "required" and verdict.passed is False:
+        judge = part.config.judge
+        verdict = trials.verdict(part) if trials.rewards_that_ask(part) else None
+        if judge.audit == "required" and verdict is not None and verdict.passed is False:
             yield f"{key}.audit: {verdict.text}"
 
 
@@ -699,28 +646,28 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
         lines.append(memory_plan.engine_line(planned, gpu_gb))
         lines.append(memory_plan.residency_line(planned, gpu_gb))
     free_gb = gpu_gb - planned.peak_gb
-    if free_gb < 0:
-        fits = f"DOES NOT FIT by {-free_gb:.1f} GB"
-    elif unfit:
-        fits = f"DOES NOT FIT, though the sum leaves {free_gb:.1f} GB: see below"
-    else:
-        fits = f"{'what is known fits' if unknown else 'fits'} with {free_gb:.1f} GB to spare"
-        if free_gb < gpu_gb * memory_plan.FREE_SHARE:
-            fits += ", which is tight (a tenth should stay free)"
+    fits = f"{'what is known fits' if unknown else 'fits'} with {free_gb:.1f} GB to spare"
+    if unfit:
+        fits = f"DOES NOT FIT ({free_gb:.1f} GB free in the fullest phase): see below"
+    elif free_gb < gpu_gb * memory_plan.FREE_SHARE:
+        fits += ", which is tight (a tenth should stay free)"
     return [*lines, *unknown, fits]
 
 
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
-    widths = {phase: max(len(phase) + 1, 6) for phase in planned.phases}
-    first = max(len(row.part) for row in planned.rows)
-    lines = [f"{'GB':<{first}}" + "".join(f"{phase:>{n}}" for phase, n in widths.items())]
-    for row in planned.rows:
-        gb = f"{row.gb:.1f}"
-        cells = (f"{gb if phase in row.phases else '':>{n}}" for phase, n in widths.items())
-        lines.append(f"{row.part:<{first}}" + "".join(cells))
-    totals = "".join(f"{planned.total_gb(phase):>{n}.1f}" for phase, n in widths.items())
-    return [*lines, f"{'sum':<{first}}{totals}"]
+    phases, first = planned.phases, max(len(row.part) for row in planned.rows)
+
+    def line(name: str, cells: Iterable[str]) -> str:
+        columns = zip(phases, cells, strict=True)
+        return f"{name:<{first}}" + "".join(f"{cell:>{len(phase) + 2}}" for phase, cell in columns)
+
+    rows = [
+        line(row.part, [f"{row.gb:.1f}" if phase in row.phases else "" for phase in phases])
+        for row in planned.rows
+    ]
+    sums = line("sum", [f"{planned.total_gb(phase):.1f}" for phase in phases])
+    return [line("GB", phases), *rows, sums]
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

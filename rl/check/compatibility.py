@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl import build
+from rl.api.plugin import SavesMemory
 from rl.build import Resolved, ask_plugin, claims
 from rl.check import memory_plan
-from rl.check.memory_plan import PHASES, InferenceEngine, Plan
+from rl.check.memory_plan import Plan
 from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
@@ -124,8 +123,6 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         suffix = ": all that it writes before its picture is its thought"
         suffix *= "image_tokens" in emits
         yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
-    if thought is not None and not thought.marker.strip():
-        yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
@@ -242,10 +239,9 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
-    if config.num_iterations is None and config.num_epochs is None:
-        yield "num_iterations, num_epochs: neither given; set one"
-    if config.num_iterations is not None and config.num_epochs is not None:
-        yield "num_iterations, num_epochs: both given; keep one"
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        given = "neither" if config.num_iterations is None else "both"
+        yield f"num_iterations, num_epochs: {given} given; set one of them"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
         below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
@@ -321,17 +317,14 @@ HARMLESS = (
     "*.device",  # but see `check_resume`
 )  # fmt: skip
 
-SYNC_POINTS = (
+SCHEDULE = (
+    "num_iterations", "num_epochs",  # the length sets the speed of the learning rate's decay
     "checkpoint.save_every_n_iterations", "checkpoint.push_to_hub_every_n_iterations",
     "evaluation.every_n_iterations", "data.validation",  # the whole key: the list is empty
 )  # fmt: skip
-"""Looked up before `HARMLESS`. Harmless on-policy. With `max_staleness: 1`, a rollout starts only
-when a checkpoint or evaluation is done, so these keys decide which iterations train on stale
-completions."""
-
-LENGTH = ("num_iterations", "num_epochs")
-"""Harmless on-policy with a constant learning rate. The length sets the speed of a decay and, with
-`max_staleness: 1`, the iteration after which no rollout starts early."""
+"""Noted; looked up before `HARMLESS`. With `max_staleness: 1`, a rollout starts only when a
+checkpoint or evaluation is done, so these keys decide which iterations train on stale completions;
+without it most of them change nothing."""
 
 NOTED = (
     # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank splits its
@@ -367,7 +360,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     in_both = old.get("rewards", {}).keys() & new.get("rewards", {}).keys()
     changed = (_held_out_only(old) | _held_out_only(new)) - in_both  # nothing is trained on them
-    old_flat, new_flat = _flatten(_without(old, changed)), _flatten(_without(new, changed))
+    old_flat, new_flat = _flat(old, changed), _flat(new, changed)
     breaking: list[str] = []
     noted: list[str] = []
     for key in old_flat | new_flat:
@@ -395,7 +388,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that no resume may change, by dotted key."""
-    flat = _flatten(_without(config, _held_out_only(config)))
+    flat = _flat(config, _held_out_only(config))
     return {key: value for key, value in flat.items() if effect(key, config) == "breaks"}
 
 
@@ -404,59 +397,65 @@ def _held_out_only(config: Mapping[str, Any]) -> set[str]:
     return {name for name, section in rewards.items() if section.get("held_out_only")}
 
 
-def _without(config: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
-    """`config` without the rewards `names`."""
-    rewards = {name: each for name, each in config.get("rewards", {}).items() if name not in names}
-    return {**config, "rewards": rewards}
-
-
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
     """The effect of resuming with another value of `key` (dotted, list items by number). `config`:
     the resolved new one. For a device key: another device of the same kind."""
 
-    def is_in(patterns: tuple[str, ...]) -> bool:
-        return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-    stale = bool(config.get("max_staleness"))
-    decays = config.get("optimizer", {}).get("final_lr_fraction", 1.0) != 1.0
     judge = config.get("judge", {})
     if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
         return "harmless"  # no judge is asked
     key = re.sub(r"^rewards\.[^.]+\.judge\.", "judge.", key)  # a reward's own judge
-    if is_in(SYNC_POINTS):
-        return "noted" if stale else "harmless"
-    if is_in(LENGTH):
-        return "noted" if stale or decays else "harmless"
-    if is_in(HARMLESS):
-        return "harmless"
-    return "noted" if is_in(NOTED) else "breaks"
+    effects: Sequence[tuple[Effect, Sequence[str]]] = (
+        ("noted", SCHEDULE),
+        ("harmless", HARMLESS),
+        ("noted", NOTED),
+    )
+    for its_effect, patterns in effects:
+        if any(fnmatchcase(key, pattern) for pattern in patterns):
+            return its_effect
+    return "breaks"
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value. Items of lists have keys, too, so that a changed item is one line."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat or {prefix: list(value) if isinstance(value, tuple) else value}
+def leaves(value: Any, at: str = "", of_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section, nor a list if `of_lists`: the items of lists
+    then have keys, so that a changed item is one line."""
+    is_list = of_lists and isinstance(value, list | tuple)
+    if value and (is_list or isinstance(value, Mapping)):
+        for key, item in enumerate(value) if is_list else value.items():
+            yield from leaves(item, f"{at}.{key}" if at else str(key), of_lists)
+    else:
+        yield at, list(value) if isinstance(value, tuple) else value
+
+
+def _flat(config: Mapping[str, Any], left_out: Set[str]) -> dict[str, Any]:
+    """Dotted key -> value, without the rewards `left_out`."""
+    rewards = {name: r for name, r in config.get("rewards", {}).items() if name not in left_out}
+    return dict(leaves({**config, "rewards": rewards}, of_lists=True))
 
 
 # ---- memory remedies -----------------------------------------------------------------------------
-# Reports what does not fit on the GPUs, and config changes that make it fit. GB is 1e9 bytes.
+# Reports what does not fit on the GPUs, and the keys that shrink it. GB is 1e9 bytes.
 
-SHARE = "engine.gpu_memory_utilization"
-CACHE = "engine.kv_cache_memory_mb"
-SAMPLE_WITH_TRAINER = {"type": "transformers"}
-"""The section of an engine that has no weights of its own."""
-MIN_SAVING_GB = 0.05
-"""Changes that save less are not suggested."""
-
-Changes = Mapping[str, Any]
-"""Config key, or name of a section -> its new value."""
+REMEDIES: Sequence[tuple[str, str, Any, tuple[Any, ...], str]] = (
+    ("engine ", "engine.gpu_memory_utilization", "auto", ("auto",), ""),
+    ("engine ", "engine.residency", "sleep", ("auto", "sleep"), "wakes in seconds"),
+    ("activations", "optimizer.gradient_checkpointing", "mlp", ("mlp", True), "a sixth slower"),
+    ("activations", "optimizer.gradient_checkpointing", "true", (True,), "a third slower"),
+    ("activations, kept", "optimizer.max_kept_tokens", 0, (0,), "a second forward"),
+    ("optimizer", "optimizer.zero_stage", 1, (1, 2, 3), "on several ranks"),
+    ("backward", "optimizer.max_tokens_per_micro_batch", 1, (1,), "a group at a time"),
+    ("gradients", "optimizer.zero_stage", 2, (2, 3), "on several ranks"),
+    ("policy weights", "optimizer.zero_stage", 3, (3,), "on several ranks"),
+)
+"""(beginning of the plan's row that it shrinks, key, value, values with which it does not, cost).
+The cheapest is the first."""
+LAST_REMEDIES: Sequence[tuple[str, str]] = (
+    ("engine ", "engine={type:'transformers'} (no weights of its own, sampling takes minutes)"),
+    ("renderer", "renderer.device=cuda:+N (a GPU of its own for each of N ranks)"),
+    ("judge", "another GPU for judge.start_command (CUDA_VISIBLE_DEVICES)"),
+)
+MIN_SHARE = 0.02
+"""Share of the GPU below which a row is not named."""
 
 
 def memory_problems(
@@ -469,8 +468,9 @@ def memory_problems(
     sizes = memory_plan.gpu_sizes(resolved)
     if sizes is None:
         return []
+    planned, engine = memory_plan.plan(sizes, gpu_gb), sizes.engine
     problems = []
-    for device, needed_gb in memory_plan.plan(sizes, gpu_gb).elsewhere.items():
+    for device, needed_gb in planned.elsewhere.items():
         size_gb = size_of(device) if size_of else gpu_gb
         if device.startswith("cuda:") and needed_gb > size_gb:
             names = [model.name for model in sizes.frozen if model.device == device]
@@ -479,15 +479,17 @@ def memory_problems(
                 f"{device}, which has {size_gb:g}; give each a device of its own, a smaller "
                 "batch_size, or a larger GPU"
             )
-    needed: Changes = {}
-    if sizes.engine is not None and sizes.engine.lacks_room(gpu_gb):
-        needed, problem = _engine_problem(sizes.engine, gpu_gb, engine_dtype(resolved))
-        problems.append(problem)
-        if not needed:
-            return problems
-    plan = _planned(resolved, needed, gpu_gb)
-    if plan is not None and plan.peak_gb > gpu_gb:
-        problems.append(_plan_problem(resolved, plan, gpu_gb, needed))
+    if engine is not None and engine.lacks_room(gpu_gb):
+        key = "gpu_memory_utilization" if engine.cache_gb is None else "kv_cache_memory_mb"
+        problems.append(
+            f"engine.{key}: the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, and "
+            f"it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
+            f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
+            f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto and "
+            "kv_cache_memory_mb=null, or use a larger GPU or a smaller policy.model_path"
+        )
+    elif planned.peak_gb > gpu_gb:
+        problems.append(_plan_problem(resolved, planned, gpu_gb))
     return problems
 
 
@@ -497,119 +499,29 @@ def engine_dtype(resolved: Resolved) -> str:
     return str((memory_config and memory_config.dtype) or resolved.policy.config.dtype)
 
 
-def _engine_problem(engine: InferenceEngine, gpu_gb: float, dtype: str) -> tuple[Changes, str]:
-    """(changes with which the engine can start, or {} if none helps; the error message)."""
-    key, value = SHARE, engine.share
-    needed: str | int = "auto"
-    if engine.cache_gb is not None:
-        key, value = CACHE, round(engine.cache_gb * 1e9 / 2**20)
-        needed = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
-    problem = (
-        f"{key}: with {value} the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, "
-        f"and it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
-        f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
-        f"{engine.longest_tokens} tokens, prompt included; "
-    )
-    if engine.least_gb(gpu_gb) <= gpu_gb:
-        return {key: needed}, f"{problem}set {key}={needed}"
-    others = ", or engine.dtype=bfloat16" * (dtype == "float32")
-    return {}, f"{problem}use a larger GPU, a smaller policy.model_path{others}"
+def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
+    """The fullest phase of a plan that does not fit, its largest rows, and what shrinks them."""
+    phase, rows = planned.fullest()
+    rows = [row for row in rows if row.gb > MIN_SHARE * gpu_gb]
 
+    def is_full_of(part: str) -> bool:
+        return any(f"{row.part} ".startswith(part) for row in rows)
 
-def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> str:
-    """The message for a plan that does not fit. `needed`: changes that are required anyway."""
-    hints, left_gb = _hints(resolved, plan, gpu_gb, needed)
-    pairs = ", ".join(_written(key, value) for key, value in hints.items())
-    advice = f"this fits: {pairs}"
-    if left_gb > 0:
-        advice = f"{left_gb:.1f} GB too much even with {pairs}" if pairs else "no config key helps"
-        advice += "; use larger GPUs, or a smaller model"
-    suffix = "".join(f" (under {_written(key, value)})" for key, value in needed.items())
+    sections = {"engine": resolved.engine.config, "optimizer": resolved.config.optimizer}
+    remedies = []
+    for part, key, value, useless, cost in REMEDIES:
+        section, _, name = key.partition(".")
+        if is_full_of(part) and getattr(sections[section], name, value) not in (value, *useless):
+            remedies.append(f"{key}={value}" + (f" ({cost})" if cost else ""))
+    for plugin in filter(lambda plugin: is_full_of(plugin.key), resolved.model_runners):
+        for key, field in type(plugin.config).model_fields.items():
+            for note in field.metadata:
+                if isinstance(note, SavesMemory) and getattr(plugin.config, key) != note.value:
+                    cost = "" if note.exact else " (changes the pictures)"
+                    remedies.append(f"{plugin.key}.{key}={json.dumps(note.value)}{cost}")
+    remedies += [text for part, text in LAST_REMEDIES if is_full_of(part)]
     return (
-        f"memory{suffix}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
-        f"{gpu_gb:g} in phase {max(PHASES, key=plan.total_gb)!r}; {advice}"
+        f"memory: DOES NOT FIT by {planned.peak_gb - gpu_gb:.1f} GB: {planned.peak_gb:.1f} GB of "
+        f"{gpu_gb:g} in phase {phase!r} ({', '.join(map(str, rows))}); what shrinks these, the "
+        f"cheapest first: {', '.join(remedies) or 'no key'}; else larger GPUs, or a smaller model"
     )
-
-
-def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tuple[Changes, float]:
-    """({key: value}, GB still missing). Tries each remedy on top of the earlier ones until the plan
-    fits."""
-    hints: dict[str, Any] = {}
-    for key, value in _remedies(resolved):
-        if plan.peak_gb <= gpu_gb:
-            break
-        smaller = _planned(resolved, {**needed, **hints, key: value}, gpu_gb)
-        if smaller is None or smaller.peak_gb > plan.peak_gb:
-            continue
-        full = [phase for phase in PHASES if plan.total_gb(phase) > gpu_gb]
-        saved_gb = max(plan.total_gb(phase) - smaller.total_gb(phase) for phase in full)
-        moved_gb = sum(smaller.elsewhere.values()) - sum(plan.elsewhere.values())
-        if saved_gb > MIN_SAVING_GB and moved_gb <= gpu_gb:
-            replaced = {key} | {name for name in hints if name.startswith(f"{key}.")}
-            hints = {name: hints[name] for name in hints if name not in replaced}
-            hints[key], plan = value, smaller
-    for key in list(hints) if plan.peak_gb <= gpu_gb else ():
-        # A large saving may make earlier changes unnecessary.
-        others = {name: value for name, value in hints.items() if name != key}
-        fewer = _planned(resolved, {**needed, **others}, gpu_gb)
-        if fewer is not None and fewer.peak_gb <= gpu_gb:
-            hints = others
-    return hints, plan.peak_gb - gpu_gb
-
-
-def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
-    """(key, value) pairs in the order in which they are tried, the cheapest for the user first:
-    slower training, then a slow engine, then settings that change pictures, then more GPUs.
-    `_hints` skips those that the config rejects or that save nothing."""
-    sizes = memory_plan.gpu_sizes(resolved)
-    assert sizes is not None, "no remedy is tried if the sizes are unknown"
-    savings = [
-        (f"{plugin.key}.{saving.key}", saving)
-        for plugin in resolved.model_runners
-        for saving in plugin.cls.savings(plugin.config)
-    ]
-    # With stage 3, full fine-tuning has no reference policy.
-    stages = (1, 2) if sizes.reads_reference else (1, 2, 3)
-    ranks = resolved.config.world_size
-    shortest = sizes.prompt_tokens + sizes.completion_tokens
-    return [
-        (SHARE, "auto"),
-        ("engine.residency", "sleep"),
-        ("optimizer.gradient_checkpointing", "mlp"),
-        ("optimizer.gradient_checkpointing", True),
-        ("optimizer.max_kept_tokens", 0),
-        ("optimizer.max_tokens_per_micro_batch", shortest),
-        *((key, saving.value) for key, saving in savings if saving.exact),
-        *(("optimizer.zero_stage", stage) for stage in stages),
-        # Sampling takes minutes instead of seconds. This replaces the whole section, because the
-        # engine does not know vLLM's other keys.
-        ("engine", SAMPLE_WITH_TRAINER),
-        *((key, saving.value) for key, saving in savings if not saving.exact),
-        *([("renderer.device", f"cuda:+{ranks}")] if 2 * ranks <= RANKS_OF_A_NODE else []),
-    ]
-
-
-def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None:
-    """The plan with these values; None if the config rejects them or they cause a new problem."""
-    values = resolved.config.model_dump(mode="json")
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        section = values
-        for part in sections:
-            section = section[part]
-        section[name] = value
-    try:
-        changed = build.resolve(RunConfig.model_validate(values)) if changes else resolved
-    except ValueError:  # this engine or renderer has no such key
-        return None
-    if not set(plugin_problems(changed)) <= set(plugin_problems(resolved)):
-        return None
-    plan = memory_plan.footprint(changed, gpu_gb)
-    lacks_room = plan and plan.inference and plan.inference.lacks_room(gpu_gb)
-    return None if lacks_room else plan
-
-
-def _written(key: str, value: Any) -> str:
-    """The change as an argument of the command line, quoted for the shell."""
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-    return shlex.quote(f"{key}={text}")

@@ -20,13 +20,10 @@ from rl.meter import LanguageModel, ModelShape, prefix_tree_pairs
 MOST_WORKERS = 512
 WORTH_IT = 0.01
 """Share of an iteration that more workers have to save."""
-LINK_BYTES_S = 1.25e9
-"""Between each node of ranks and the workers: 10 Gbit/s."""
 TIMES = {
     "sample_s": "sampling",
     "condition_s": "conditioning",
     "draw_s": "drawing",
-    "picture_bytes": "the network",
     "judge_s": "the judge",
     "learn_s": "learning",
     "sync_s": "step and sync",
@@ -60,9 +57,6 @@ class Iteration:
     """One group's share of the optimizer steps, on the rank's GPU."""
     sync_s: float
     """Everything after the last backward: weight sync, records."""
-    picture_bytes: float = 0.0
-    """Sent for one picture drawn by a worker: states, and the picture back."""
-    ranks_per_node: int = 8
     workers: int = 0
     """GPUs of the pool; 0: the ranks draw the pictures themselves."""
     judge_slots: int = 1
@@ -79,15 +73,13 @@ class Iteration:
     def total_s(self) -> float:
         """Seconds of the iteration: every stage takes as long as its slowest resource.
 
-        Left out: pictures that reach the judge all at once, bursts on the link, and with `local`
-        that ranks condition while workers draw; also deaths, start-up, held-out evaluations,
+        Left out: the network, pictures that reach the judge all at once, and with `local` that
+        ranks condition while workers draw; also deaths, start-up, held-out evaluations,
         `max_staleness`, and how a GPU slows down in small batches.
 
-        Beside a simulation of the events, before that was deleted: on the 400 random cases that the
-        formula was chosen on, median error 0.1 %, 90 % within 4.7 %, worst 26 %; on 1,200 others
-        0.1, 4.4 and 38 %, and on the 813 of them with a pool, now with `local`, 1.4, 7.0 and 26 %.
-        Five shipped configs, 220 cases: 0.1, 7.4 and 16 %; with `local`, 200 cases: 0.8, 9.6 and
-        22 %.
+        Beside a simulation of the events, before that was deleted, with a link of 10 Gbit/s in
+        both: in 220 cases of five shipped configs, median error 0.1 %, 90 % within 7.4 %, worst
+        16 %; with `local`, in 200 cases, 0.8, 9.6 and 22 %.
         """
         each = self.num_groups * self.group_size
         batch = min(self.batch_size, each)
@@ -103,13 +95,7 @@ class Iteration:
             rounds = math.ceil(batches / gpus) + ranks_draw
             uneven_s = self.num_pictures * self.draw_s / gpus + batch_s * (1 - 1 / gpus)
             drawing_s = min(rounds * batch_s, uneven_s)
-            sent_s = self.picture_bytes / LINK_BYTES_S
-            sending_s = min(self.num_ranks, self.ranks_per_node) * each * sent_s
-            rendered_s = max(
-                conditioning_s + batch_s,
-                self.condition_s + batch * sent_s + drawing_s,
-                self.condition_s + sending_s + batch_s,
-            )
+            rendered_s = max(conditioning_s + batch_s, self.condition_s + drawing_s)
         judging_s = self.num_pictures * self.questions * self.judge_s / self.judge_slots
         last_s = math.ceil(self.questions / self.judge_slots) * self.judge_s
         graded_s = max(rendered_s + last_s, self.condition_s + batch_s + judging_s)
@@ -153,8 +139,6 @@ VOCABULARY = 151_936
 PATCHES_PER_TOKEN = 4
 """Patches that the vision tower merges into one token."""
 PCIE_BYTES_S = 20e9
-STATE_BYTES = 2
-"""Of a hidden state's value on its way to a worker (bfloat16)."""
 JUDGE_FLOPS = 2 * 33.4e9 * 2000
 """FLOPs of a question to Qwen3-VL-32B: about 2,000 tokens of pictures, question and reply."""
 
@@ -192,14 +176,12 @@ def computed(resolved: Resolved) -> Iteration:
     if not renderer.cls.makes_images:
         raise ValueError(f"renderer: {renderer.name} draws no pictures")
     gpu, sizes = gpu_of(config.gpu_gb), memory_plan.sizes(resolved)
-    drawing = renderer.cls.picture_flops(renderer.config)
+    drawing = renderer.cls.cost(renderer.config).picture_flops
     if sizes is None or drawing is None:
         key = "policy" if sizes is None else "renderer"
         raise ValueError(f"{key}: the size of this model is unknown")
     length, rate = COMPLETION_SHARE * sizes.completion_tokens, POLICY * gpu.flops
     read, learn = group_flops(config, sizes, length)
-    width = renderer.cls.state_dim_of(renderer.config) or 0
-    area_px = getattr(renderer.config, "output_area_px", 1024 * 1024)
     arms = config.generations_per_prompt + (config.bare_arm == "always")
     return Iteration(
         num_ranks=config.world_size,
@@ -213,8 +195,6 @@ def computed(resolved: Resolved) -> Iteration:
         judge_s=JUDGE_FLOPS / JUDGE_FLOPS_S,
         learn_s=learn / rate,
         sync_s=sizes.trained_params * sizes.bytes_per_weight / PCIE_BYTES_S,
-        # A row of hidden states, if the renderer reads them; a source and the picture in 8-bit RGB.
-        picture_bytes=STATE_BYTES * width * (sizes.prompt_tokens + length) + 2 * 3 * area_px,
     )
 
 
@@ -281,13 +261,11 @@ def pool_lines(resolved: Resolved) -> list[str]:
         work = replace(computed(resolved), local=pool.local)
     except ValueError as error:
         return [*lines, f"time not planned: {error}"]
-    gb, gpu = work.num_pictures * work.picture_bytes / 1e9, gpu_of(resolved.config.gpu_gb)
     enough = enough_workers(work)
-    lines += [
-        f"transfer: {gb:.2f} GB an iteration ({work.picture_bytes / 1e6:.1f} MB a picture)",
-        f"an iteration, computed for {gpu.name}s at {PICTURES:.0%} (pictures) and {POLICY:.0%} "
-        "(policy) of their rate:",
-    ]
+    lines.append(
+        f"an iteration, computed for {gpu_of(resolved.config.gpu_gb).name}s at {PICTURES:.0%} "
+        f"(pictures) and {POLICY:.0%} (policy) of their rate:"
+    )
     for number in sorted({0, enough} | ({workers} if workers else set())):
         with_them = replace(work, workers=number)
         where = f"with {number} workers" if number else "without a pool"

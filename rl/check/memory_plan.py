@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
-from rl.api.plugin import ModelRunner, PlacedConfig
+from rl.api.plugin import ModelCost, ModelRunner, PlacedConfig
 from rl.build import Plugin, Resolved
 from rl.meter import MATRICES, ModelShape, Recompute
 from rl.model_files import num_parameters
@@ -228,19 +228,12 @@ class FrozenModel:
     device: str
     """'auto': the rank's own GPU, whose memory is planned."""
     bytes_per_value: int
-    weights: Mapping[str, float]
-    """Part -> parameters."""
-    activations: Mapping[str, float]
-    """Part -> values alive at the peak of one forward."""
-    host_weights: float = 0.0
-    """Parameters that stay in host memory."""
-    host_shared: bool = True
-    """Whether these are memory-mapped from a file, so that a machine's ranks share one copy."""
+    cost: ModelCost
 
     def host_gb(self, num_ranks: int) -> float:
         """Host memory of `num_ranks` ranks of one machine."""
-        copies = 1 if self.host_shared else num_ranks
-        return copies * self.host_weights * self.bytes_per_value / 1e9
+        copies = 1 if self.cost.host_shared else num_ranks
+        return copies * self.cost.host_weights * self.bytes_per_value / 1e9
 
 
 @dataclass(frozen=True)
@@ -299,6 +292,9 @@ class Row:
     phases: Sequence[str]
     """The phases in which it takes memory."""
 
+    def __str__(self) -> str:
+        return f"{self.part} {self.gb:.1f}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -321,6 +317,12 @@ class Plan:
     def peak_gb(self) -> float:
         """The largest sum of any phase."""
         return max(self.total_gb(phase) for phase in self.phases)
+
+    def fullest(self) -> tuple[str, list[Row]]:
+        """(the phase with the largest sum, its rows, the largest first)."""
+        phase = max(self.phases, key=self.total_gb)
+        rows = [row for row in self.rows if phase in row.phases]
+        return phase, sorted(rows, key=lambda row: -row.gb)
 
     def with_engine(self, phases: Sequence[str]) -> Plan:
         """This plan with the engine's memory taken in `phases` instead."""
@@ -377,12 +379,14 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     for model in sizes.frozen:
         if model.device == "auto":
             gb = model.bytes_per_value / 1e9
-            rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
-            if model.activations:  # its parts run one after the other
-                working_gb = max(model.activations.values()) * gb
+            rows += [
+                Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.cost.weights.items()
+            ]
+            if model.cost.activations:  # its parts run one after the other
+                working_gb = max(model.cost.activations.values()) * gb
                 rows.append(Row(f"{model.name}, workspace", working_gb, ("render",)))
             continue
-        values = sum(model.weights.values()) + sum(model.activations.values())
+        values = sum(model.cost.weights.values()) + sum(model.cost.activations.values())
         per_device[model.device] += values * model.bytes_per_value / 1e9
     rows += _forward_rows(sizes)
     engine = sizes.engine
@@ -499,9 +503,8 @@ def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | No
     """Why the plan does not fit into `available_gb`; [] if it does, or a size is unknown."""
     if planned is None or available_gb is None or planned.peak_gb <= available_gb:
         return []
-    phase = max(HOST_PHASES, key=planned.total_gb)
-    rows = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
-    parts = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
+    phase, rows = planned.fullest()
+    parts = ", ".join(map(str, rows))
     remedy = "use fewer ranks, or a machine with more memory"
     if "engine asleep" in parts:
         remedy += (
@@ -555,8 +558,8 @@ def unknowns(resolved: Resolved) -> list[str]:
         problems.append(f"engine: {engine.name} does not state its memory")
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
-        if on_gpu and not sum(plugin.cls.parameter_counts(plugin.config).values()):
-            source = "".join(f" of {path!r}" for path in plugin.cls.reads_from(plugin.config)[:1])
+        if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
+            source = "".join(f" of {path!r}" for path in plugin.paths[:1] if path)
             problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         problems.append(
@@ -590,8 +593,7 @@ def _share_of(start_command: Sequence[str], resolved: Resolved) -> float | None:
 
 def policy_weights(resolved: Resolved) -> str:
     """The first path or hub id that the policy reads; without one, the plugin's name."""
-    paths = resolved.policy.cls.reads_from(resolved.policy.config)
-    return next(iter(paths), resolved.policy.name)
+    return resolved.policy.paths[0] or resolved.policy.name
 
 
 def policy_device(resolved: Resolved) -> str:
@@ -717,17 +719,14 @@ def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
         name=plugin.key,
         device="auto" if beside_policy else config.device,
         bytes_per_value=BYTES[config.dtype],
-        weights=plugin.cls.parameter_counts(plugin.config),
-        activations=plugin.cls.activation_counts(plugin.config),
-        host_weights=plugin.cls.host_parameters(plugin.config),
-        host_shared=plugin.cls.shares_host_parameters(plugin.config),
+        cost=plugin.cls.cost(plugin.config),
     )
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
     """The model's sizes, by hub id or from a local folder's config.json and safetensors headers.
     Tries the policy's paths in order; None if no path has them."""
-    for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
+    for path in (*resolved.policy.paths, folder):
         file = Path(path) / "config.json"
         if not path or not file.is_file():
             if path in KNOWN:

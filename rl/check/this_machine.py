@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from rl import build
 from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
 from rl.check import memory_plan
-from rl.config.loading import escaped
 from rl.config.schema import TrackingConfig
 from rl.model_files import cached, model_problems
 from rl.ranks.signals import SHARED
@@ -61,7 +61,8 @@ def fetch_small_files(resolved: Resolved) -> list[str]:
 def fetch_weights(resolved: Resolved) -> list[str]:
     """Download the weights likewise, in one process, with progress bars. (Ranks download files that
     this misses.) Returns the problems."""
-    return _fetch(resolved, _weight_files)
+    endings = (".safetensors*", "-*-of-*")
+    return _fetch(resolved, lambda of: [Path(n).stem + end for n in of.weights for end in endings])
 
 
 def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) -> list[str]:
@@ -87,11 +88,6 @@ def _fetch(resolved: Resolved, names_of: Callable[[ModelFiles], Iterable[str]]) 
                     "folder, or fetch it by `hf download` (a gated one needs HF_TOKEN)"
                 )
     return problems
-
-
-def _weight_files(model: ModelFiles) -> list[str]:
-    stems = [Path(name).stem for name in model.weights]
-    return [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
 
 
 def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
@@ -200,13 +196,13 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
     if not resolved.engine.cls.samples_with_trainer:
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
     found, _ = gpus()
-    if found and _torch_build() == "cpu":
+    if not found:
+        problems = _device_problems(resolved, "cuda", math.inf)
+        refusals = [f"on a GPU it would be refused: {problem}" for problem in problems]
+        return [f"no GPU is visible; the machine that trains needs {needs}", *refusals]
+    if _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
-    if found:
-        return [f"NVIDIA driver {found[0].driver}; needed: {needs}"]
-    problems = _device_problems(resolved, "cuda", math.inf)
-    refusals = [f"on a GPU it would be refused: {problem}" for problem in problems]
-    return [f"no GPU is visible; the machine that trains needs {needs}", *refusals]
+    return [f"NVIDIA driver {found[0].driver}; needed: {needs}"]
 
 
 class Gpu(NamedTuple):
@@ -229,18 +225,11 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
     fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
     rows, why = nvidia_smi(f"--query-gpu={fields}")
-    found = []
-    for row in rows:
-        if len(row) < 7:
-            return [], f"nvidia-smi answers in an unknown form: {escaped(', '.join(row), 80)}"
-        (number, uuid, *names), (driver, *values) = row[:-4], row[-4:]
-        name = ", ".join(names)  # it may have commas
-        capability, total_mb, used_mb = (
-            float(value) if value.replace(".", "").isdecimal() else default
-            for value, default in zip(values, (math.inf, 0.0, 0.0), strict=True)
-        )
-        total_gb, used_gb = (mb * 2**20 / 1e9 for mb in (total_mb, used_mb))
-        found.append(Gpu(number, uuid, name, driver, capability, total_gb, used_gb))
+    gb = 2**20 / 1e9  # of nvidia-smi's MiB
+    found = [
+        Gpu(index, uuid, name, driver, _number(cc, math.inf), _number(mb) * gb, _number(used) * gb)
+        for index, uuid, name, driver, cc, mb, used in rows
+    ]
     if not visible or "MIG-" in visible:  # a MIG device is a part of one of them
         return found, why
     names = [name.strip() for name in visible.split(",")]
@@ -249,6 +238,11 @@ def gpus() -> tuple[list[Gpu], str]:
     if found and not chosen:
         why = f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine"
     return chosen, why
+
+
+def _number(text: str, otherwise: float = 0.0) -> float:
+    """nvidia-smi's number; `otherwise` for [N/A], which it reports for what a GPU does not have."""
+    return float(text) if text.replace(".", "").isdecimal() else otherwise
 
 
 def nvidia_smi(*options: str) -> tuple[list[list[str]], str]:
@@ -269,25 +263,16 @@ def has_gpus() -> bool:
     return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
-def host_memory_gb(root: Path = Path("/")) -> float | None:
-    """Memory of this machine, or the smallest limit of this process's control groups (version 2);
-    None if it cannot be read."""
-
-    def fields_of(file: str) -> list[str]:
-        with suppress(OSError):
-            return (root / file).read_text().split()
-        return []
-
-    memory = fields_of("proc/meminfo")
-    if "MemTotal:" not in memory:
-        return None
-    limits = [int(memory[memory.index("MemTotal:") + 1]) * 1024]
-    for group in fields_of("proc/self/cgroup"):
+def host_memory_gb(root: Path = Path("/")) -> float:
+    """Memory of this machine, or the smallest limit of this process's control groups (version 2),
+    which `root` holds."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError):
+        groups = re.findall(r"^0::/(.*)", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
         # In a container's cgroup namespace the path is '/', and the limit is in the mount's root.
-        path = Path(group.removeprefix("0::/"))
-        for folder in (path, *path.parents) if group.startswith("0::/") else ():
-            limit = "".join(fields_of(f"sys/fs/cgroup/{folder}/memory.max"))
-            limits += [int(limit)] if limit.isdigit() else []
+        for folder in Path("".join(groups), "x").parents:
+            with suppress(OSError, ValueError):  # no such file, or 'max'
+                limits.append(int((root / "sys/fs/cgroup" / folder / "memory.max").read_text()))
     return min(limits) / 1e9
 
 

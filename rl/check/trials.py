@@ -48,32 +48,21 @@ ROWS = ((3, 1.0), (1, -0.5))
 """(tokens, advantage) of two made-up completions."""
 
 
-def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
-    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model.
-    Rewards that read hidden keys and renderers that read hidden
-    states are left out: the keys and the width of the states are unknown."""
-    renderer = resolved.renderer.cls
-    skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
-    return [
-        *(
-            plugin
-            for plugin in resolved.rewards.values()
-            if not (plugin.cls.needs_judge or plugin.cls.runs_model)
-            and not plugin.cls.needs_with(plugin.config) - READABLE
-        ),
-        *([] if skips_renderer else [resolved.renderer]),
-    ]
-
-
 def dry_problems(resolved: Resolved) -> list[str]:
-    """A message for each plugin that raises an error or returns something unusable."""
-    problems = []
-    for plugin in plugins_to_try(resolved):
-        if issubclass(plugin.cls, Reward):
-            inputs = made_up_input(resolved)
+    """A message for each plugin that raises an error or returns something unusable.
+
+    Called are rewards and renderers that ask no judge and load no model, and losses. Rewards that
+    read hidden keys and renderers that read hidden states are left out: the keys and the width of
+    the states are unknown.
+    """
+    problems, inputs = [], made_up_input(resolved)
+    for plugin in resolved.rewards.values():
+        is_light = not (plugin.cls.needs_judge or plugin.cls.runs_model)
+        if is_light and not plugin.cls.needs_with(plugin.config) - READABLE:
             problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
-        else:
-            problems += _renderer_problems(plugin, made_up_input(resolved).sample)
+    renderer = resolved.renderer
+    if not renderer.cls.runs_model and renderer.cls.accepts != "hidden_states":
+        problems += _renderer_problems(renderer, inputs.sample)
     return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 
@@ -88,7 +77,7 @@ async def grade_once(
     if reward is None:
         return None, wrong
     inputs_G = [inputs, inputs] if reward.scores_groups() else [inputs]
-    output, *_ = await scores(plugin.key, reward, inputs_G)
+    output, *_ = await scores(reward, inputs_G)
     label = f"{plugin.key}: closing {plugin.name}"
     _, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.close, reward.close)
     if wrong:
@@ -222,6 +211,8 @@ class JudgeCheck:
     """A line for each reward that was asked or skipped; endpoints that are down, if one answers."""
     dialects: dict[str, Dialect] = field(default_factory=dict)
     """API base -> dialect."""
+    down: list[str] = field(default_factory=list)
+    """Why endpoints cannot be reached."""
 
 
 async def ask_judge(
@@ -235,47 +226,45 @@ async def ask_judge(
     `sample`: a row of the run's data, whose source is graded; fields that it lacks are made up.
     `num_sources`: source pictures of a sample that is made up.
     """
-    reward_input = _reward_input(resolved, sample, num_sources)
-    result, down = JudgeCheck(), []
-    for base_result in await asyncio.gather(
-        *(_ask_base(resolved, base, wait_s, sample is None, reward_input) for base in api_bases)
-    ):
-        if isinstance(base_result, JudgeUnreachableError):
-            down.append(str(base_result))
-            continue
-        result.problems += base_result.problems
-        result.lines += base_result.lines
-        result.dialects |= base_result.dialects
-    if result.dialects:
-        result.lines += down
-    else:
-        result.problems += down
+    reward_input, result = _reward_input(resolved, sample, num_sources), JudgeCheck()
+    await asyncio.gather(
+        *(
+            _ask_base(resolved, base, wait_s, sample is None, reward_input, result)
+            for base in api_bases
+        )
+    )
+    (result.lines if result.dialects else result.problems).extend(result.down)
     return result
 
 
 async def _ask_base(
-    resolved: Resolved, base: str, wait_s: float, is_made_up: bool, reward_input: RewardInput
-) -> JudgeCheck | JudgeUnreachableError:
+    resolved: Resolved,
+    base: str,
+    wait_s: float,
+    is_made_up: bool,
+    reward_input: RewardInput,
+    result: JudgeCheck,
+) -> None:
     # A run waits, e.g. until a quota is renewed; before a run, such a wait is a problem to report.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
         client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
     except ValueError as error:  # a bad key, proxy or certificate in the environment
-        return JudgeCheck([f"judge: {error}"])
-    result = JudgeCheck(dialects=client.dialects())
+        result.problems.append(f"judge: {error}")
+        return
     try:
         await client.check_health(wait_s)
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
                 await _ask_reward(plugin, client, base, is_made_up, reward_input, result)
+        result.dialects |= client.dialects()
     except JudgeUnreachableError as error:
-        return error
+        result.down.append(str(error))
     except JudgeError as error:
         result.problems.append(f"judge: {error}")
     finally:
         await client.aclose()
-    return result
 
 
 async def _ask_reward(
@@ -298,7 +287,7 @@ async def _ask_reward(
         async with asyncio.timeout(limit_s):
             output, problems = await grade_once(plugin, Resources(judge, "cpu"), reward_input)
     except TimeoutError:
-        reason = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
+        reason = f"did not answer within {limit_s:g} s\n{_remedy('timeout', client.config)}"
         output, problems = None, [f"{plugin.key}: {base} {reason}"]
     failed = [answer for answer in judge.answers if answer.failure]
     if failed and not problems:
@@ -317,25 +306,23 @@ async def _ask_reward(
 def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
     failure, config = str(answer.failure), client.config
     if not answer.replies:
-        return f"gave no answer: {failure}{_remedy(failure, client)}"
+        return f"gave no answer: {failure}\n{_remedy(failure, config)}"
     reply = excerpt(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     remedy = (
         "set judge.guided_json='always' if the endpoint supports it; raise judge.max_tokens="
         f"{config.max_tokens} if the reply is cut or empty (a reasoning model also spends it on "
-        f"reasoning); else choose another judge.model={config.model!r}."
+        f"reasoning); else choose another judge.model={config.model!r}. For min_legal_mass: a "
+        "model that does not think first, other labels, or a prompt of your own."
     )
-    if "min_legal_mass" in failure:
-        remedy = "use a model that does not think first, other labels, or a prompt of your own."
     return f"gives unusable answers: {failure}; its reply: {reply}\nRemedy: {remedy}"
 
 
-def _remedy(failure: str, client: JudgeClient) -> str:
+def _remedy(failure: str, config: JudgeConfig) -> str:
     if failure.startswith("http_"):
-        status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
-        return f"\n{remedy_for(status, None, client.config)}"
+        return remedy_for(429 if failure.startswith(TOO_MANY_REQUESTS) else 500, None, config)
     return (
-        "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
-        f"{client.config.timeout_s:g} if it is slow."
+        "Remedy: look into the endpoint's own log; raise judge.timeout_s="
+        f"{config.timeout_s:g} if it is slow."
     )
 
 
@@ -390,6 +377,7 @@ AUDIT = (
     *("audit", "stdin", "--at-start"),
 )
 """The program that audits the judge of a starting run, which does not import it."""
+DAMAGED = "{} is damaged ({}): delete it, and audit again"
 REMEDY = (
     "`rl judge audit` with this config shows the errors (docs/judge.md); set judge.audit: 'warn' "
     "to train with this judge nevertheless"
@@ -557,15 +545,10 @@ def file_of(config: RunConfig) -> Path:
 
 def entries(file: Path) -> dict[str, Any]:
     """All entries of the file by key; {} if there is none. Raises ValueError if it is damaged."""
-    if not file.is_file():
-        return {}
     try:
-        found = json.loads(read_bytes(file))
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
-    return found
+        return dict(json.loads(read_bytes(file))) if file.is_file() else {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(DAMAGED.format(file, error)) from None
 
 
 @dataclass(frozen=True)
@@ -578,29 +561,32 @@ class Verdict:
 
 
 def verdict(resolved: Resolved) -> Verdict:
-    """The statement of `judge_audit.json` about this config's judge, by the config's thresholds.
-    Raises ValueError if the file is damaged."""
-    file = file_of(resolved.config)
-    entry = entries(file).get(key_of(identity(resolved)), {})
-    limits = resolved.config.judge
+    """The statement of `judge_audit.json` about this config's judge, by the config's thresholds."""
+    file, limits = file_of(resolved.config), resolved.config.judge
+    try:
+        entry = entries(file).get(key_of(identity(resolved)), {})
+    except ValueError as error:
+        return Verdict(False, str(error))
     try:
         if "audits" not in entry:
             return Verdict(None, f"the judge has not been audited (no entry in {file})")
         audits = TypeAdapter(list[RewardAudit]).validate_python(entry["audits"])
         day = entry["date"][:10]
-        found = [(each.reward, decided(each, limits)) for each in audits]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
-    for i, what in enumerate(
-        (
-            f"the judge failed its audit of {day}",
-            f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)",
-        )
-    ):
-        if texts := [f"{reward}: {text}" for reward, both in found for text in both[i]]:
-            more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
-            return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
-    return Verdict(True, f"the judge passed its audit of {day}")
+    except (LookupError, TypeError, ValueError) as error:
+        return Verdict(False, DAMAGED.format(file, error))
+    failures, doubts = [], []
+    for audit in audits:
+        failed, doubted = decided(audit, limits)
+        failures += [f"{audit.reward}: {text}" for text in failed]
+        doubts += [f"{audit.reward}: {text}" for text in doubted]
+    if not failures and not doubts:
+        return Verdict(True, f"the judge passed its audit of {day}")
+    what = f"the judge failed its audit of {day}"
+    if not failures:
+        what = f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)"
+    texts = failures or doubts
+    more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
+    return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
 
 
 def judge_passed(
@@ -623,16 +609,12 @@ def judge_passed(
     setting = part.config.judge.audit
     if setting == "off" or not rewards_that_ask(part):
         return None
-    known = Verdict(None, "")
-    if dist.is_main:
+    known = verdict(part) if dist.is_main else Verdict(None, "")
+    if dist.is_main and known.passed is None and setting == "required":
+        words = [key, str(log), *judge.dialects()]
         try:
+            loop.run(_audit(resolved.config, words, console), signals.stop_received)
             known = verdict(part)
-            if known.passed is None and setting == "required":
-                loop.run(
-                    _audit(resolved.config, [key, str(log), *judge.dialects()], console),
-                    signals.stop_received,
-                )
-                known = verdict(part)
         except (ConfigError, JudgeError, ValueError) as error:  # broadcast to the other ranks below
             known = Verdict(False, f"the judge cannot be audited: {error}")
     known = dist.broadcast(known)

@@ -12,7 +12,6 @@ import stat
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
@@ -104,8 +103,6 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     try:
         # Through JSON, because strict mode would refuse a Python list for a tuple.
         return model.model_validate_json(json.dumps(values), strict=True), []
-    except RecursionError:
-        return None, [f"{at or 'the config'}: lists or sections are nested too deeply; flatten it"]
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
@@ -149,47 +146,37 @@ def _sentence(
         return f"{key}: unknown key; {_nearest_key(model, loc, at, values)}"
     if kind == "value_error":  # the section's own message
         return f"{key}: {problem['ctx']['error']}"
-    if kind == "json_invalid" or not loc:
+    if not loc:
         return f"{key}: {problem['msg']}"
     field = _field_at(model, loc)
     description = f" ({' '.join(field.description.split())})" if field and field.description else ""
     if kind == "missing":
         return f"{key}: missing{description}"
-    value = json.dumps(problem["input"])
+    given = problem["input"]
+    value = json.dumps(given)
     value = value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 3]}..."
-    allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should ")
-    must = "must" if kind.startswith("string_pattern") else "must be"
-    literals = re.findall("'(.+?)'", allowed) if kind == "literal_error" else []
-    close = difflib.get_close_matches(str(problem["input"]), literals, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    if kind.startswith("string_type") and isinstance(problem["input"], int | float):
+    must = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
+    hint = ""
+    if kind == "string_type" and isinstance(given, int | float):
         hint = f"; write it in quotes (on the command line: \"{key}='{value}'\")"
-    elif isinstance(problem["input"], str) and not (kind.startswith("string") or literals):
-        with suppress(ValueError):
-            json.loads(problem["input"])
-            hint = (
-                "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
-            )
-    return f"{key}: {value} given, {must} {allowed}{hint}{description}"
+    elif isinstance(given, str) and kind.endswith(("_type", "_parsing")) and kind != "string_type":
+        hint = "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
+    return f"{key}: {value} given, {must}{hint}{description}"
 
 
 def _nearest_key(
     model: type[BaseModel], loc: Sequence[str], at: str, values: Mapping[str, Any]
 ) -> str:
-    """Suggests the nearest key of the same section, else another section that has this key."""
+    """Suggests a section that has this very key, else the nearest key of the same section."""
     name = loc[-1][:MAX_SHOWN]
+    keys = [key for key, other in sections(model, at) if name in other.model_fields]
+    if not at and not loc[1:]:
+        # `model` does not know the keys of plugins, but the file may state this one.
+        keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
+    if keys:
+        return f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
-    known = list(section.model_fields) if section else []
-    is_top = not (at or loc[1:])
-    if is_top or not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        keys = [key for key, other in sections(model, at) if name in other.model_fields]
-        if is_top:  # `model` does not know the keys of plugins, but the file may state this one
-            keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
-        if keys:
-            return (
-                f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
-            )
-    return nearest(name, known)
+    return nearest(name, list(section.model_fields) if section else [])
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
@@ -270,14 +257,12 @@ def located(text: str) -> str:
         return text
     package, _, inside = text.removeprefix(SCHEME).partition("/")
     spec = find_spec(package) if package.isidentifier() else None
-    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    if not folders:
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             f"{text!r} given, but no package {package!r} is installed here; write "
             f"{SCHEME}<package>/<path inside it>, or a path"
         )
-    paths = [folder / inside for folder in folders]
-    return str(next((path for path in paths if not_a_file(path) != GONE), paths[0]))
+    return str(Path(spec.submodule_search_locations[0], inside))
 
 
 # ---- jsonnet -------------------------------------------------------------------------------------
@@ -285,8 +270,6 @@ def located(text: str) -> str:
 
 MAX_S = 10.0
 """Time limit for a config; usually it takes a fifth of a second."""
-MAX_PARTS = 20
-"""Limit of an override's key; Jsonnet takes ever longer for each part."""
 MAX_MISSING = 20
 """Limit of missing variables to report: a file could name endlessly many."""
 
@@ -307,35 +290,10 @@ local set(x, path, value, key) =
   else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
 """Jsonnet that applies an override through `super`: the file's own `self` references see it."""
-_MARKED = """
-local marked(x) =
-  if std.isObject(x) then
-    x { '+':: true } { [k]: marked(super[k]) for k in std.objectFields(x) }
-  else x;
-local base = import %s;
-if std.isObject(base) then marked(base) { '+base':: { name: %s, base: base } } else base
-"""
-"""Jsonnet that imports a file, with a hidden key in each of its sections: a config that changes
-such a section with `+` has the key, too."""
-_OWN_AND_BASE = """
-local shown(x) =
-  if std.isObject(x) then
-    { [k]: shown(x[k]) for k in std.objectFields(x) + ['+'] if std.objectHasAll(x, k) }
-  else x;
-local from =
-  if std.objectHasAll(config, '+base') then config['+base']
-  else { name: 'base.libsonnet', base: import %s };
-local names = { [k]: config[k] for k in ['run_name', 'base_exp_dir'] if std.objectHas(config, k) };
-from { own: shown(config), base+: names }
-"""
-"""Jsonnet for what `own_and_base` returns."""
-_PLAIN = re.compile(r"-?(0|[1-9]\d{0,99})(\.\d{1,99})?|true|false|null", re.ASCII)
-"""Numbers that do not overflow and constants, which JSON and Jsonnet write alike."""
+_BASE = re.compile(r"^\(import (['\"])(.+?)\1\)", re.MULTILINE)
+"""What a file is built upon, as in `(import 'base.libsonnet') + { ... }`."""
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
 """Names and paths, which Jsonnet refuses (`cuda`, `runs/mine`), and dates, which it subtracts."""
-_OF_TEXT = re.compile(
-    r"^(binary operator . requires matching types|condition must be bool).*string"
-)
 
 
 def evaluate(
@@ -343,61 +301,40 @@ def evaluate(
     overrides: Sequence[str],
     env: Mapping[str, str],
     stored: Mapping[str, Any] | None = None,
-    result: str = "config",
-    **how: Any,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """(the file's values with the overrides, None if it cannot be evaluated; all problems).
 
-    `stored`: the values to change; None: those of the file. `result`: what to return, in Jsonnet.
-    `how`: arguments of `_jsonnet`.
+    `stored`: the values to change; None: those of the file.
     A missing environment variable is a problem; its name replaces its value, so that the rest of
     the file is still checked. Imports that are not found beside the importing file come from the
     shipped configs (`base.libsonnet`).
     """
     try:  # in a thread, because no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
-            job = pool.apply_async(_evaluate, (path, overrides, env, stored, result, how))
+            job = pool.apply_async(_evaluate, (path, overrides, env, stored))
             text, problems = job.get(MAX_S)
-        values = None if text is None else json.loads(text)
     except multiprocessing.TimeoutError:
         reason = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
         return None, [f"{path} with its overrides: {reason}"]
-    except RecursionError:
-        return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
+    values = None if text is None else json.loads(text)
     if values is None or isinstance(values, dict):
         return values, problems
     return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
 
 
-def own_and_base(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """`own`, the values of the file at `path`, and `base` and its `name`, those of the file upon
-    which its object is built, `(import 'base.libsonnet') + { ... }`; without one, the defaults. A
-    section of `own` that has a key '+' is a changed one of `base`. {} if `base` has errors."""
-    path = path.resolve()
-    own = f"{path.parent}/./"  # Jsonnet names only the importing file's folder
-    first: dict[str, Path] = {}
-
-    def find(folder: str, name: str) -> tuple[str, bytes]:
-        file = next(f for f in (Path(folder, name), configs_folder() / name) if f.is_file())
-        is_jsonnet = file.suffix in (".json", ".jsonnet", ".libsonnet")  # not `importstr`
-        if folder == own and is_jsonnet and first.setdefault(own, file) == file:
-            return str(file), (_MARKED % (json.dumps(str(file)), json.dumps(file.name))).encode()
-        return (f"{own}{path.name}" if file == path else str(file)), file.read_bytes()
-
-    defaults = json.dumps(str(configs_folder() / "base.libsonnet"))
-    return (
-        evaluate(path, overrides, env, result=_OWN_AND_BASE % defaults, import_callback=find)[0]
-        or {}
-    )
+def base_of(path: Path, env: Mapping[str, str], names: Mapping[str, Any]) -> tuple[str, Any]:
+    """(name, values) of the file upon which the one at `path` is built, `(import 'name') + { ... }`
+    at the beginning of a line; without one, of the defaults. Its keys `names` have these values."""
+    found = _BASE.search(path.read_text(encoding="utf-8", errors="replace"))
+    name = found[2] if found else "base.libsonnet"
+    beside = path.resolve().parent / name
+    file = beside if found and beside.is_file() else configs_folder() / name
+    overrides = [f"{key}={json.dumps(value)}" for key, value in names.items()]
+    return file.name, evaluate(file, overrides, env)[0] or {}
 
 
 def _evaluate(
-    path: Path,
-    overrides: Sequence[str],
-    env: Mapping[str, str],
-    stored: Mapping[str, Any] | None,
-    result: str,
-    how: Mapping[str, Any],
+    path: Path, overrides: Sequence[str], env: Mapping[str, str], stored: Mapping[str, Any] | None
 ) -> tuple[str | None, list[str]]:
     """(JSON or None, problems)."""
     variables = {name: value for name, value in env.items() if name.startswith("APP__")}
@@ -405,22 +342,16 @@ def _evaluate(
 
     def run(text: str) -> str:
         # mypy knows no types of `_jsonnet`.
-        return str(
-            _jsonnet.evaluate_snippet(
-                "overrides", text, ext_vars=variables, jpathdir=[str(configs_folder())], **how
-            )
-        )
+        folders = [str(configs_folder())]
+        return str(_jsonnet.evaluate_snippet("", text, ext_vars=variables, jpathdir=folders))
 
+    text = f"import {json.dumps(str(path.resolve()))}" if stored is None else json.dumps(stored)
     try:
-        "".join((str(path), *overrides)).encode()
-        file = f"import {json.dumps(str(path.resolve()))}" if stored is None else json.dumps(stored)
-        text = file
+        "".join(overrides).encode()
         for override in overrides:
             key, equals, value = override.partition("=")
-            if not equals or not all(key.split(".")) or key.count(".") >= MAX_PARTS:
-                problems.append(
-                    f"override {override!r:.200}: write key.sub=value, {MAX_PARTS} keys at most"
-                )
+            if not equals or not all(key.split(".")):
+                problems.append(f"override {override!r:.200}: write key.sub=value")
                 continue
             try:
                 literal = _literal(value, run)
@@ -428,19 +359,17 @@ def _evaluate(
                 problems.append(f"override {key}: {error}")
                 continue
             text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
-        text = f"local config = if std.isObject({file}) then {text} else {file}; {result}"
         for _ in range(MAX_MISSING):  # Jsonnet reports one at a time
             try:
                 return run(_SET + text), problems
             except RuntimeError as error:
-                message, where = _message(str(error)), _position(str(error))
-                before, is_undefined, name = message.partition("undefined external variable: ")
-                if before or not is_undefined or name in variables:
-                    if problems:  # the stand-in values may have caused this error
-                        return None, problems
-                    is_placed = message.startswith("override ") or (where and where in message)
+                message, where = _message(str(error))
+                name = message.removeprefix("undefined external variable: ")
+                if name == message or name in variables:
+                    # The stand-in values may have caused this error.
+                    is_placed = where in message if where else str(path) in message
                     located = f"{message} (at {where})" if where else f"{path}: {message}"
-                    return None, [message if is_placed else located]
+                    return None, problems or [message if is_placed else located]
                 variables[name] = name
                 usage = f" (used at {where})" if where else ""
                 problems.append(
@@ -450,52 +379,36 @@ def _evaluate(
                     "can be read"
                 )
     except UnicodeError:
-        problems.append(
-            f"{path}: its path, an override or an APP__ variable is not UTF-8, or this locale is "
-            "not (PYTHONUTF8=1)"
-        )
+        problems.append(f"{path}: its path, an override or an APP__ variable is not UTF-8")
     return None, problems
 
 
 def _literal(text: str, run: Callable[[str], str]) -> str:
-    """An override's right-hand side as JSON; text that is not valid Jsonnet becomes a string.
+    """An override's right-hand side as Jsonnet; text that is not valid Jsonnet becomes a string.
 
     Raises ValueError for text that is clearly meant as Jsonnet but cannot be evaluated.
     """
-    if _PLAIN.fullmatch(text):  # Jsonnet would take 0.05 s
-        return text
     if _WORD.fullmatch(text):
         return json.dumps(text)
+    with suppress(ValueError):
+        json.loads(text)  # Jsonnet would take 0.05 s
+        return text
     try:
         return run(text)
     except RuntimeError as error:
-        message = _message(str(error))
-        is_jsonnet = text.startswith(("{", "[", "'", '"')) or re.search(
-            "external variable|couldn.t open import|std.extVar gives", message
-        )
-        if is_jsonnet:
-            raise ValueError(f"{text} cannot be evaluated: {message}") from error
+        if re.search(r"^[{\['\"]|std\.extVar|import *['\"]", text):
+            raise ValueError(f"{text} cannot be evaluated: {_message(str(error))[0]}") from error
         return json.dumps(text)
 
 
-def _message(error: str) -> str:
-    """Jsonnet's message without its stack frames."""
-    error = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
-    error = re.sub("^overflow$", "a number is too large (overflow)", error)
-    if _OF_TEXT.match(error):
-        error += " std.extVar gives text: write std.parseJson(std.extVar(...))"
-    if error.endswith("character code 239"):
-        error += ": a byte order mark; save the file as UTF-8 without one"
-    return error
-
-
-def _position(error: str) -> str:
-    """file:line of the first stack frame of a Jsonnet error that is in a file."""
+def _message(error: str) -> tuple[str, str]:
+    """(Jsonnet's message without its stack frames, file:line of the first that is in a file)."""
+    message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
             relative = os.path.relpath(file)
-            return f"{file if relative.startswith('..') else relative}:{line}"
-    return ""
+            return message, f"{file if relative.startswith('..') else relative}:{line}"
+    return message, ""
 
 
 # ---- formats -------------------------------------------------------------------------------------
@@ -510,7 +423,9 @@ ADAPTER = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
+    "engine.adapter": ("served", ""),
     "engine.share_base_weights": (False, ""),
+    "engine.tensor_parallel_size": (1, ""),
     "evaluation.judge": (None, "give a reward a judge and `held_out_only: true`"),
     "*judge.attack_max_gain": (0.25, ""),
     "judge.audit_max_fallback": (None, ""),
@@ -524,6 +439,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.attention_backend": ("auto", ""),
     "renderer.cfg_in_one_forward": (True, ""),
     "renderer.compile_blocks": (False, ""),
+    "rewards.*.batch_size": (16, "clip scores pictures one by one"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
@@ -595,30 +511,31 @@ LONGEST_PROMPT = 1280
 """Tokens: 1065 for a 256x256 picture, the rest for the instruction and the prefill."""
 
 FIXED: Values = {
-    "policy": {"type": "emu3", "lora": None},
-    "engine": {"type": "vllm"},
-    "renderer": {"type": "emu3_vq"},
-    "judge": {"max_tokens": 1400},
-    "algorithm": {
-        # EARL uses 1e-4 with rewards from 0 to 10.
-        "advantage_eps": 1e-5,
-        "loss": "dapo",
-        "zero_spread_groups": "keep",
-        "truncated_completions": "floor",
-    },
-    "optimizer": {
-        "backend": "deepspeed",
-        "zero_stage": 2,
-        "betas": [0.9, 0.999],
-        "gradient_checkpointing": True,
-        "max_kept_tokens": 0,
-    },
-    "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
-    "tracking": {"wandb": "online"},
+    "policy.type": "emu3",
+    "policy.lora": None,
+    "engine.type": "vllm",
+    "renderer.type": "emu3_vq",
+    "judge.max_tokens": 1400,
+    "algorithm.advantage_eps": 1e-5,  # EARL uses 1e-4 with rewards from 0 to 10.
+    "algorithm.loss": "dapo",
+    "algorithm.zero_spread_groups": "keep",
+    "algorithm.truncated_completions": "floor",
+    "optimizer.backend": "deepspeed",
+    "optimizer.zero_stage": 2,
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.gradient_checkpointing": True,
+    "optimizer.max_kept_tokens": 0,
+    "evaluation.every_n_iterations": 100,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_k": 2048,
+    "tracking.wandb": "online",
 }
 """Constants of EARL's code. EARL had no held-out evaluation; the one here uses its val set."""
 
 MOVED: Mapping[str, str] = {
+    "run_name": "run_name",
+    "base_exp_dir": "base_exp_dir",
+    "num_iterations": "num_iterations",
     "random_seed": "seed",
     "model_path": "policy.model_path",
     "model_revision": "policy.revision",
@@ -631,6 +548,8 @@ MOVED: Mapping[str, str] = {
     "vision_only_cycle_steps": "policy.vision_only_cycle_steps",
     "vision_only_steps": "policy.vision_only_steps",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "emu3_use_logit_processor": "policy.constrained",
+    "model_context_size": "engine.max_model_len",
     "learning_rate": "optimizer.learning_rate",
     "kl_coeff": "algorithm.kl_coeff",
     "generations_per_sample": "generations_per_prompt",
@@ -647,8 +566,8 @@ MOVED: Mapping[str, str] = {
 }
 """EARL's name -> our key, for fields that differ only in name; null keeps the default."""
 
-KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
-"""EarlFields of the same name and meaning."""
+KEPT = frozenset(name for name, key in MOVED.items() if name == key and "." not in name)
+"""EARL's fields of the same name and meaning."""
 
 FINAL_REWARDS: Mapping[str, Values] = {
     "viescore": {"weights": {"viescore": 1}},
@@ -687,7 +606,7 @@ class Converted(BaseModel):
     )
 
 
-_OTHERS: Values = dict.fromkeys(KEPT.union(MOVED) - set(Converted.model_fields), (Any, None))
+_OTHERS: Values = dict.fromkeys(set(MOVED) - set(Converted.model_fields), (Any, None))
 EarlFields = create_model("EarlFields", __base__=Converted, **_OTHERS)
 """All 43 fields of EARL."""
 
@@ -710,18 +629,22 @@ def from_earl(
     fields, problems = validate(EarlFields, flat)
     if fields is None:
         return {}, problems
-    run = deepcopy(FIXED) | {"run_name": file_name}
-    for name, value in flat.items():
-        if name in KEPT or name in MOVED:
-            _put(run, MOVED.get(name, name), value)
-    problems = _convert(fields, run)
+    converted, problems = _converted(fields)
+    moved = {MOVED[name]: value for name, value in flat.items() if name in MOVED}
+    run: Values = {}
+    for key, value in (FIXED | {"run_name": file_name} | moved | converted).items():
+        *parents, name = key.split(".")
+        section = run
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
     if not _merge(run, direct)["data"]["validation"]:
-        _put(run, "evaluation.every_n_iterations", 0)
+        run["evaluation"]["every_n_iterations"] = 0
     return _merge(run, direct), problems
 
 
-def _convert(fields: Converted, run: Values) -> list[str]:
-    """Writes the converted `fields` into `run`; returns the problems found.
+def _converted(fields: Converted) -> tuple[Values, list[str]]:
+    """(dotted key -> value, problems).
 
     These meanings differ from EARL: `coefficients` are exact shares of an endless mixture (EARL
     copies data sets or takes fixed subsets); a short context reduces `max_response_tokens`; a
@@ -735,16 +658,14 @@ def _convert(fields: Converted, run: Values) -> list[str]:
             f"coefficients: {len(coefficients)} for {len(paths)} train_paths_file; give one each, "
             "or [] for equal shares"
         )
+    episodes, group = fields.episodes_per_iteration, fields.generations_per_sample
+    if episodes % group:
+        problems.append(
+            f"episodes_per_iteration: {episodes} completions are not whole groups of {group} "
+            f"(generations_per_sample); use a multiple of {group}"
+        )
     # No coefficients: every set is upsampled to the largest, that is, all have equal shares.
     shares = [{"coefficient": c} for c in coefficients] or [{} for _ in paths]
-    run["data"] = {
-        "train": [
-            {"type": "emu3_tokens", "path": path} | share
-            for path, share in zip(paths, shares, strict=False)
-        ],
-        "validation": [{"type": "emu3_tokens", "path": path} for path in fields.val_paths_file],
-    }
-
     context, response = fields.model_context_size, fields.max_response_tokens
     prompt = fields.max_prompt_len or max(LONGEST_PROMPT, context - response)
     longest = min(response, context - prompt, fields.max_completion_len or response)
@@ -752,45 +673,26 @@ def _convert(fields: Converted, run: Values) -> list[str]:
         problems.append(
             f"model_context_size: {context} leaves no room beside a prompt of {prompt} tokens"
         )
-    _put(run, "policy.max_prompt_tokens", prompt)
-    _put(run, "sampling.max_completion_tokens", longest)
-    _put(run, "engine.max_model_len", context)
-    if (batch_size := fields.per_device_batch_size) is not None:
-        _put(run, "optimizer.max_tokens_per_micro_batch", batch_size * (prompt + longest))
-
-    _put(run, "policy.constrained", fields.emu3_use_logit_processor)
-    if fields.emu3_use_logit_processor != fields.separate_language_and_vision_vocabs:
-        problems.append(
-            "emu3_use_logit_processor, separate_language_and_vision_vocabs: one is true and one "
-            "false, so that the trainer would not train what was sampled; set both to one value"
-        )
-
-    final = fields.reward_final_reward
-    run["final_reward"] = FINAL_REWARDS[final]
-    run["rewards"] = {}
-    for name in ("viescore", "ground_score"):
-        if getattr(fields, f"reward_compute_{name}"):
-            run["rewards"][name] = {"type": name}
-        elif name in final:
-            problems.append(
-                f"reward_final_reward: {final} needs {name}; set reward_compute_{name}: true"
-            )
-
-    episodes, group = fields.episodes_per_iteration, fields.generations_per_sample
-    run["prompts_per_iteration"] = episodes // group
-    if episodes % group:
-        problems.append(
-            f"episodes_per_iteration: {episodes} completions are not whole groups of {group} "
-            f"(generations_per_sample); use a multiple of {group}"
-        )
-    return problems
-
-
-def _put(run: Values, key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        run = run.setdefault(section, {})
-    run[name] = value
+    computed = {
+        "viescore": fields.reward_compute_viescore,
+        "ground_score": fields.reward_compute_ground_score,
+    }
+    values: Values = {
+        "data.train": [
+            {"type": "emu3_tokens", "path": path} | share
+            for path, share in zip(paths, shares, strict=False)
+        ],
+        "data.validation": [{"type": "emu3_tokens", "path": p} for p in fields.val_paths_file],
+        "policy.max_prompt_tokens": prompt,
+        "sampling.max_completion_tokens": longest,
+        "final_reward": FINAL_REWARDS[fields.reward_final_reward],
+        "rewards": {name: {"type": name} for name, is_computed in computed.items() if is_computed},
+        "prompts_per_iteration": episodes // group,
+    }
+    if fields.per_device_batch_size is not None:
+        tokens = fields.per_device_batch_size * (prompt + longest)
+        values["optimizer.max_tokens_per_micro_batch"] = tokens
+    return values, problems
 
 
 def _merge(base: Values, over: Mapping[str, Any]) -> Values:

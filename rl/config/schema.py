@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,6 @@ from rl.config.loading import (
     is_folder,
     located,
     nearest,
-    not_a_file,
     printable,
     shipped_configs,
     validate,
@@ -40,15 +40,9 @@ MAX_S = 1e7
 """Four months; timers do not accept much more."""
 
 
-def _zero_or_at_least(temperature: float) -> float:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"{temperature:g} given, must be 0 or at least {MIN_TEMPERATURE}")
-    return temperature
-
-
 MIN_TEMPERATURE = 1e-3
 """A smaller temperature makes logits infinite."""
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_at_least)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 PluginSection = dict[str, Any]
@@ -77,6 +71,33 @@ class Section(BaseModel):
         return located(value)
 
 
+def usable_name(name: str) -> str:
+    """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
+    return name
+
+
+MetricName = Annotated[str, AfterValidator(usable_name)]
+
+
+class Unread:
+    """Beside a field: the key has no effect while the key `gate` has one of `values` or one for
+    which a function among them is true; without `values`, while `gate` is set. `gate` is a key of
+    the same section, of one around it, or a fact of the run ('renderer.accepts')."""
+
+    def __init__(self, gate: str, *values: Any) -> None:
+        self.gate, self.values = gate, values
+
+    def why(self, known: Mapping[str, Any]) -> str:
+        """'gate is 0' if the key has no effect; else ''. `known`: keys and facts, by name."""
+        value = known.get(self.gate)
+        if self.gate not in known or (not self.values and not value):
+            return ""
+        matches = (v(value) if callable(v) else v == value for v in self.values)
+        return f"{self.gate} is {value!r}" if not self.values or any(matches) else ""
+
+
 def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
     """The keys among `keys` (None: all keys) whose values differ from the defaults."""
     fields = type(section).model_fields
@@ -101,12 +122,16 @@ class SamplingConfig(Section):
     """Longest completion, tokens, stop token included."""
 
 
+RATIO_IS_1 = Unread("policy ratio", 1)
+"""One update an iteration and `max_staleness: 0`: nothing is ever clipped."""
+
+
 class AlgorithmConfig(Section):
     """GRPO and its published variations; each is a pure function in `rl/algorithm`."""
 
     advantage_scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """Divisor of the centred rewards (GRPO: group_std; Dr.GRPO: none; LitePPO: batch_std)."""
-    advantage_eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
+    advantage_eps: Annotated[float, Field(ge=0, le=1e6), Unread("advantage_scale", "none")] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: str = "dapo"
     """A shipped loss, or the dotted path of your own function (example: docs/plugins.md).
@@ -114,22 +139,24 @@ class AlgorithmConfig(Section):
     all tokens of the step; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo:
     grpo with one ratio per completion; cispo: importance weight, detached and bounded above, times
     log-prob, mean over all tokens."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_low: Annotated[float, Field(gt=0, lt=1), RATIO_IS_1, Unread("loss", "cispo")] = 0.2
     """Lower clip distance of the ratio; 'cispo' has none."""
-    clip_high: Annotated[float, Field(gt=0, le=1e6)] = 0.2
+    clip_high: Annotated[float, Field(gt=0, le=1e6), RATIO_IS_1] = 0.2
     """Upper clip distance of the ratio (DAPO: 0.28)."""
     kl_coeff: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of KL(policy || reference); 0 = no reference pass at all."""
     kl_reference: Literal["start", "base"] = "start"
     """start: the policy before this run's first iteration; base: the base model, which is another
     one where the run starts from an adapter (policy.adapter_path)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Unread("kl_coeff", 0)] = "k3"
     """Per-token estimator (Schulman 2020, 'Approximating KL divergence')."""
-    kl_placement: Literal["loss", "reward"] = "loss"
+    kl_placement: Annotated[Literal["loss", "reward"], Unread("kl_coeff", 0)] = "loss"
     """loss: added to the loss; reward: subtracted from the advantage, token by token."""
     importance_correction: Literal["none", "token", "sequence"] = "token"
     """Truncated importance weight pi_trainer / pi_engine, since their log-probs differ slightly."""
-    importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
+    importance_cap: Annotated[
+        float, Field(ge=1, le=1e6), Unread("importance_correction", "none")
+    ] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
     """Groups whose rewards are all equal: they have no policy gradient. kl_only: their KL stays in
@@ -160,7 +187,7 @@ class OptimizerConfig(Section):
 
     backend: Literal["torch", "deepspeed"] = "deepspeed"
     """torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO."""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    zero_stage: Annotated[int, Field(ge=0, le=3), Unread("backend", "torch")] = 2
     """DeepSpeed ZeRO stage; ignored by backend torch. 0 shards nothing. 1 for adapters: one
     reduction a step. 2 for full fine-tuning in bfloat16: it shards gradients, and reduces them in
     every backward. 3 also shards the weights, and gathers them in every layer."""
@@ -204,7 +231,7 @@ class JudgeConfig(Section):
     stopped when the run ends; [] = no command. {python} is the trainer's Python, {model} is
     judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
     answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank)."""
-    start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
+    start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S), Unread("start_command", [])] = 600.0
     """How long a judge that start_command starts may take until it answers, s."""
     model: str = "Qwen/Qwen3-VL-32B-Instruct-FP8"
     """Model name sent with every request."""
@@ -266,6 +293,15 @@ class RewardKeys(Section):
     during the run, training goes on."""
 
 
+class SourceKeys(Section):
+    """Keys that the section of a training source may have beside those of its plugin."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often the mixture draws from it, relative to the other sources' weights."""
+    coefficient: Annotated[float, Field(gt=0)] | None = None
+    """In place of the weight, which is then coefficient x the source's rows."""
+
+
 class EvaluationConfig(Section):
     """The held-out evaluation: one completion per sample, greedy by default."""
 
@@ -276,7 +312,7 @@ class EvaluationConfig(Section):
     temperature: Temperature = 0.0
     """Softmax temperature; 0 = the likeliest token. Use 1 for image tokens: the likeliest ones make
     dull pictures. The random draws depend on the sample only."""
-    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT), Unread("temperature", 0)] = -1
     """Keep the k likeliest tokens; -1 = off."""
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
@@ -285,7 +321,7 @@ class EvaluationConfig(Section):
     """Once a run, also draw and grade the untrained system's pictures of these samples. Each
     evaluation then reports the gain over these, and how far training has moved the renderer's
     input. Skipped where a reward compares a group's pictures (`score_group`)."""
-    thought_gain: bool = False
+    thought_gain: Annotated[bool, Unread("policy.thought", None)] = False
     """Also draw and grade what the policy writes without its thought: the gain of thinking
     (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
     expects a thought (`format`) finds none. Used only where `policy.thought` is set."""
@@ -301,8 +337,11 @@ class CheckpointConfig(Section):
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     training goes on. A failed push is logged, never fatal."""
-    push_to_hub_repo_id: str = ""
+    push_to_hub_repo_id: Annotated[str, Unread("push_to_hub_every_n_iterations", 0)] = ""
     """Hub repository, e.g. 'me/my-run'."""
+
+
+NO_EPISODES = Unread("log_episodes_every_n_iterations", 0)
 
 
 class TrackingConfig(Section):
@@ -310,21 +349,21 @@ class TrackingConfig(Section):
 
     wandb: Literal["online", "offline", "off"] = "off"
     """wandb is a view of the record; a run never needs the network."""
-    wandb_project: str = "rl"
+    wandb_project: Annotated[str, Unread("wandb", "off")] = "rl"
     """wandb project name."""
     tensorboard: bool = False
     """TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]')."""
     trackio: bool = False
     """trackio's files in <run>/trackio; nothing is uploaded. `rl check` says how to install it."""
-    trackio_space: str = ""
+    trackio_space: Annotated[str, Unread("trackio", False)] = ""
     """Hub Space that gets trackio's files instead, e.g. 'me/my-runs'; a new one is private."""
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
     """Iterations between episode records (text, reward parts, replies, images); 0 = never."""
-    images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16
+    images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 16
     """Pictures written per logged iteration, over all ranks."""
-    keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 0
     """Training pictures of older iterations are deleted, their records kept; 0 = all are kept."""
-    thumbnails_mb: Annotated[float, Field(ge=0, le=1e6)] = 200.0
+    thumbnails_mb: Annotated[float, Field(ge=0, le=1e6), NO_EPISODES] = 200.0
     """Megabytes that small pictures of every group may take over the whole run: sources and every
     distinct completion, larger where rewards differ, completions failed or the gain was large;
     0 = none."""
@@ -341,7 +380,7 @@ class DataConfig(Section):
 
     train: list[PluginSection]
     """Weighted mixture: entry i is drawn with probability weight_i / sum."""
-    validation: list[PluginSection] = []
+    validation: Annotated[list[PluginSection], Unread("evaluation.every_n_iterations", 0)] = []
     """Held-out mixture, in order, for evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
@@ -423,12 +462,16 @@ class RunConfig(Section):
     """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: the next iteration is
     sampled and rendered while the judge grades this one, which hides the judge's latency; the
     policy ratio approximately corrects for that (`policy/ratio_mean`, `policy/clip_fraction`)."""
-    images_per_completion: Annotated[int, Field(ge=1, le=10_000)] = 1
+    images_per_completion: Annotated[
+        int, Field(ge=1, le=10_000), Unread("renderer.makes_images", False)
+    ] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     max_render_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The run stops (checkpoint saved) when the renderer fails to draw more than this share of the
     last 200 pictures."""
-    bare_arm: Literal["always", "evaluation", "never"] = "always"
+    bare_arm: Annotated[
+        Literal["always", "evaluation", "never"], Unread("policy.has_bare_arm", False)
+    ] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt:
     `reward_gain` is the policy's reward minus that picture's. always: in training and on held-out
     data; evaluation: on held-out data only. Never trained on."""
@@ -450,7 +493,7 @@ class RunConfig(Section):
     renderer: PluginSection
     """A plugin of rl/renderers. `{ type: 'ray_pool', of: <renderer>, ... }` is read as `renderer:
     <renderer>` and `render_pool: { ... }`."""
-    rewards: dict[str, PluginSection]
+    rewards: dict[MetricName, PluginSection]
     """Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
     `held_out_only` (docs/judge.md)."""
     final_reward: FinalReward = FinalReward()
@@ -459,8 +502,10 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     render_pool: RenderPoolConfig = RenderPoolConfig()
-    judge: JudgeConfig = JudgeConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    judge: Annotated[JudgeConfig, Unread("judge.is_asked", False)] = JudgeConfig()
+    evaluation: Annotated[EvaluationConfig, Unread("evaluation.every_n_iterations", 0)] = (
+        EvaluationConfig()
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -552,18 +597,11 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _no_config(path: str) -> str:
     """Why `path` is no config file, and the likely fix."""
-    if "://" in path:
-        return f"{path} is a URL: download the file, and give its path"
-    if "=" in path:
-        return f"{path}: the config comes first, then key=value"
     if is_folder(path):
-        record = Path(path, "config.json")
-        own = f", or its record of it: {record}" * (not not_a_file(record))
-        return f"{path} is a folder: give the config file that its run was started with{own}"
+        return f"{path} is a folder: give the config file that its run was started with"
     path_of = {Path(name).stem: name for name in shipped_configs()}
     near = difflib.get_close_matches(Path(path).stem, path_of, n=1)
-    all_of_them = f"the {len(path_of)} shipped ones: ls {configs_folder()}"
-    hint = f"did you mean {path_of[near[0]]!r}?" if near else all_of_them
+    hint = f"did you mean {path_of[near[0]]!r}?" if near else f"ls {configs_folder()}"
     return f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"
 
 

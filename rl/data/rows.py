@@ -9,11 +9,10 @@ import os
 import unicodedata
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,13 +50,12 @@ ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 SCAN = b"\xff\xda"
 """What the compressed pixels of a JPEG begin with."""
 TAIL_BYTES = 4096
-FLOATS = "{} holds floating-point pixels of unknown range; save it as 8-bit PNG"
 LFS_POINTER = b"version https://git-lfs"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
 
-class UnusableError(ValueError):
+class UnusableError(UnusableSampleError):
     """A cell of a row cannot be used; the message says why and what to do."""
 
 
@@ -89,8 +87,6 @@ def check_header(located: Path | bytes, max_side_px: int) -> tuple[int, int]:
     Takes about 0.3 ms. Other damage of the body passes; `decode` finds it.
     """
     with _open(located, max_side_px) as image:
-        if image.mode == "F":
-            raise UnusableError(FLOATS.format(_name(located)))
         size, end = image.size, ENDS.get(image.format or "", b"")
     tail = _tail(located)
     pixels = tail[max(0, tail.rfind(SCAN)) :]  # not those of a thumbnail
@@ -165,6 +161,10 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         ) from error
     except Exception as error:
         raise UnusableError(_broken(located, error)) from error
+    if image.mode == "F":
+        raise UnusableError(
+            f"{_name(located)} holds floating-point pixels of unknown range; save it as 8-bit PNG"
+        )
     width, height = image.size
     size = f"{_name(located)} is {width}x{height} px"
     if max(width, height) > max_side_px:
@@ -180,8 +180,6 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
-    if image.mode == "F":
-        raise UnusableError(FLOATS.format(name))
     if image.mode.startswith("I"):
         import numpy as np
 
@@ -244,8 +242,6 @@ MAX_ORIGIN = 40
 MAX_COLUMNS_SHOWN = 120
 KEPT_SIZES = 2**16
 """Pictures whose size is remembered during a check: many rows may show the same one."""
-UsePicture = Callable[[Any], Any]
-"""A row's cell -> the decoded picture or, in a check, its size."""
 _INVISIBLE = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
 """Unicode categories of characters that are invisible on their own."""
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
@@ -292,7 +288,7 @@ class Columns(Section):
     hidden: dict[str, str] = {}
     """Name -> column of values that rewards may see and the policy may not (answers, labels)."""
     hidden_optional: bool = False
-    """True: a hidden column may hold null in rows where no reward needs it."""
+    """True: a hidden column may be null or missing in rows where no reward needs it."""
 
     @model_validator(mode="after")
     def _refuse_hidden_that_policy_reads(self) -> Columns:
@@ -304,54 +300,49 @@ class Columns(Section):
                 )
         return self
 
-    def required(self) -> list[str]:
-        """The columns every row must have."""
+    @cached_property
+    def named(self) -> Sequence[str]:
+        """The columns every row must have, besides those of its source pictures."""
         by_choice = [key for key in ("target", "id", "category") if key in self.model_fields_set]
-        sources = () if self.source_optional else self.sources()
-        others = (getattr(self, key) for key in ["reference", *by_choice])
-        return [*filter(None, [self.instruction, *sources, *others, *self.hidden.values()])]
+        columns = [getattr(self, key) for key in ("instruction", "reference", *by_choice)]
+        hidden = [] if self.hidden_optional else self.hidden.values()
+        return [*filter(None, columns), *hidden]
 
-    def texts(self) -> list[str]:
+    @cached_property
+    def texts(self) -> Sequence[str]:
         """The columns that hold text."""
         texts = (self.instruction, self.reference, self.id, self.category, *self.hidden.values())
         return [*filter(None, texts)]
 
-    def sources(self) -> tuple[str, ...]:
-        """The columns of the source pictures."""
-        columns = (self.source,) if isinstance(self.source, str) else self.source
-        return tuple(filter(None, columns))
+    def sources(self, keys: Container[str] = ()) -> tuple[str, ...]:
+        """The columns of the source pictures in a row or table that has these keys."""
+        if isinstance(self.source, tuple):
+            return self.source
+        is_default = "source" not in self.model_fields_set
+        if is_default and SEVERAL in keys and self.source not in keys:
+            return (SEVERAL,)
+        return (self.source,) if self.source else ()
 
-    def read_from(self, keys: Container[str]) -> Columns:
-        """The columns to read from a row or table with these keys. If the config names no column of
-        source pictures and there is no 'image', SEVERAL is read."""
-        by_default = "source" not in self.model_fields_set and isinstance(self.source, str)
-        if not by_default or SEVERAL not in keys or self.source in keys:
-            return self
-        return self.model_copy(update={"source": SEVERAL})
+    def read(self) -> set[str]:
+        """All columns that may be read."""
+        return {*self.texts, *self.sources(), *self.sources({SEVERAL}), self.target}
 
     def provides(self) -> frozenset[str]:
         """What every sample has besides its instruction, named as in a reward's `needs`."""
-        required = self.required()
-        keys = [key for key in ("target", "reference") if getattr(self, key) in required]
-        if self.sources() and self.sources()[0] in required:
-            keys.append("source")
-        return frozenset([*keys, *(f"hidden:{name}" for name in self.hidden)])
-
-
-class _Plan:
-    """The columns to read from one kind of row."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
-        self.required, self.texts, self.sources = (
-            columns.required(),
-            columns.texts(),
-            columns.sources(),
-        )
+        has = {
+            "source": self.source and not self.source_optional,
+            "target": self.target and "target" in self.model_fields_set,
+            "reference": self.reference,
+        }
+        hidden = (f"hidden:{name}" for name in self.hidden)
+        return frozenset([*(name for name in has if has[name]), *hidden])
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
-    """The cell at `column`, which may be a dotted path; else `default`; else UnusableError."""
+    """The cell at `column`, which may be a dotted path; else `default`; else UnusableError. None if
+    the config names no column ('')."""
+    if not column:
+        return None
     if column in row:
         return row[column]
     cell: Any = row
@@ -369,318 +360,79 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
     return cell
 
 
-@dataclass
-class Rows:
-    """A finite list of rows as samples. Pictures are decoded when a sample is taken."""
+class CheckedSource(DataSource[ConfigT]):
+    """A source whose rows are checked once per start: a bad one stops the run or is left out."""
 
-    rows: Sequence[Mapping[str, Any]]
-    """May raise any error for a row that cannot be read."""
-    numbers: Sequence[int]
-    """The number of each row in `origin`, from 1, for messages."""
-    origin: str
-    """A file, or data set and split."""
-    columns: Columns
-    folder: Path
-    """Where relative picture paths start."""
-    rules: RowRules
-    picture_check: PictureCheck = "header"
-    id_numbers: Sequence[int] | None = None
-    """The number of each row in its default id; None: `numbers`."""
-    version: str = ""
-    """A hash of what was read."""
-    keys: set[str] = field(default_factory=set)
-    """The columns of a table; for other rows, the keys that `check` has met."""
-    bad: array[int] = field(default_factory=lambda: array("Q"))
-    """Indices of the unusable rows."""
-    left_out: list[str] = field(default_factory=list)
-    """Why the first bad rows are bad; set by `check`."""
-    warnings: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    most_pictures: int = 1
-    contents: array[int] = field(default_factory=lambda: array("q"))
-    """A hash of each good row's instruction and source pictures; set by `check`."""
+    def __init__(self, config: ConfigT, rules: RowRules) -> None:
+        super().__init__(config, rules)
+        self._rules = rules
+        self._kept: Sequence[int] = ()
+        """Indices of the rows that are samples."""
 
-    def __post_init__(self) -> None:
-        self._kept: Sequence[int] = range(len(self.rows))
-        # Without the folder: moving the data must not change seeds that derive from ids.
-        self._name = self.origin.rsplit("/", 1)[-1]
-        self._plan = _Plan(self.columns)
-        self._several = _Plan(self.columns.read_from({SEVERAL}))
-        self._look = lru_cache(KEPT_SIZES)(self._size_of)
-        self._num_opened = self._num_unopened = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: int) -> Sample:
-        """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
-        index, columns = self._kept[index], self.columns
-        try:
-            row = self.rows[index]
-            _, sources, target = self._checked(
-                row,
-                partial(self._decoded, keeps_transparency=self.rules.keeps_transparency),
-                self._decoded,
-            )
-        except Exception as error:  # see `check`
-            raise BadRowError(self._error_message(index, error)) from error
-        category = pick(row, columns.category, None) if columns.category else None
-        return Sample(
-            id=self._id(index, row),
-            instruction=pick(row, columns.instruction).strip(),
-            category=str(category) if category is not None else "",
-            reference=pick(row, columns.reference) if columns.reference else None,
-            hidden={name: pick(row, column) for name, column in columns.hidden.items()},
-            sources=tuple(sources),
-            target=target,
-        )
-
-    def id_of(self, index: int) -> str:
-        """The id of a sample, without opening its pictures."""
-        return self._id(self._kept[index], self.rows[self._kept[index]])
-
-    def number_of(self, index: int) -> int:
-        """The number of a sample's row in its default id."""
-        return (self.id_numbers or self.numbers)[self._kept[index]]
-
-    def leave_out(self, bad: Iterable[int]) -> None:
-        """Leave out the rows with these indices. Raises BadRowError if none is left."""
-        self.bad = array("Q", bad)
-        if self.bad:
-            left_out = set(self.bad)
-            self._kept = array("Q", (i for i in range(len(self.rows)) if i not in left_out))
-        if not self._kept:
-            raise BadRowError(f"{self.origin}: no row is left")
-
-    def check(self) -> None:
-        """Check every row; leave the bad ones out, or raise BadRowError. Fills `contents`,
-        `warnings` and `unread`."""
-        bad, messages, num_uncounted = array("Q"), [], 0
-        ids, id_rows, known_ids = array("q"), array("Q"), set()
-        with counted(f"rows of {excerpt(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
-            for index in range(len(self.rows)):
-                if index % 64 == 0:
-                    progress.at(index)
-                try:
-                    row = self.rows[index]
-                    if not row.keys() <= self.keys:
-                        self.keys.update(row)
-                    cells, sizes, _ = self._checked(row, self._looked_at, self._looked_at)
-                    identity = self._id(index, row)
-                    # Different sequences of characters may look the same.
-                    key = hash(unicodedata.normalize("NFC", identity))
-                    if key in known_ids:
-                        # The search is slow in a long file: only for messages that are shown.
-                        is_shown = len(bad) < MAX_PROBLEMS_SHOWN
-                        first = self.numbers[id_rows[ids.index(key)]] if is_shown else "?"
-                        raise UnusableError(f"id {identity!r} is already that of row {first}")
-                    instruction = pick(row, self.columns.instruction).strip()
-                    num_uncounted += not self._fits(identity, instruction, sizes)
-                    content = hash((instruction, *map(_content_of, cells)))
-                # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
-                # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
-                except RowCheckError:
-                    raise
-                except Exception as error:
-                    if len(bad) < MAX_PROBLEMS_SHOWN:
-                        messages.append(self._error_message(index, error))
-                    bad.append(index)
-                else:
-                    self.most_pictures = max(self.most_pictures, len(cells))
-                    known_ids.add(key)
-                    ids.append(key)
-                    id_rows.append(index)
-                    self.contents.append(content)
-        self.left_out = shorten(messages, len(bad))
-        listed = "\n".join(self.left_out)
-        if bad and self.rules.on_bad_row == "error":
+    def _check_all(self, version: str, name: str, num_rows: int, limit: int | None = None) -> None:
+        """Call `_check_row` for each row, or the first `limit` of them, unless this start has
+        checked the `version` of these rows. Raises BadRowError for bad rows, unless they are to be
+        skipped, and if none is left. Fills `findings`; `name` is what progress calls the rows."""
+        bad: Sequence[int] | None = self._rules.checked.get(version)
+        messages: list[str] = []
+        if bad is None:
+            bad = array("Q")
+            with counted(name, num_rows) as progress:
+                for index in range(num_rows)[:limit]:
+                    if index % 64 == 0:
+                        progress.at(index)
+                    try:
+                        self._check_row(index)
+                    except RowCheckError:
+                        raise
+                    # A row may hold anything, and whatever it raises is its fault: pyarrow's
+                    # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
+                    except Exception as error:
+                        bad.append(index)
+                        if len(bad) <= MAX_PROBLEMS_SHOWN:
+                            messages.append(self._named(index, error))
+        if (num_more := len(bad) - len(messages)) and messages:
+            messages.append(f"... and {num_more} more bad rows")
+        listed = "\n".join(messages)
+        if messages and self._rules.on_bad_row == "error":
             raise BadRowError(
                 f"{listed}\nFix these rows, or leave them out with data.on_bad_row: 'skip'."
             )
-        try:
-            self.leave_out(bad)
-        except BadRowError as error:
-            raise BadRowError(f"{error}:\n{listed}") from None
-        self._look_back(num_uncounted)
+        left_out = set(bad)
+        self._kept = range(num_rows)
+        if bad:
+            self._kept = array("Q", (index for index in self._kept if index not in left_out))
+        if not self._kept:
+            raise BadRowError(f"{name}: no row is left:\n{listed}")
+        self.num_skipped = len(bad)
+        self.findings = Findings(messages, checked={version: list(bad)})
 
-    def _fits(self, identity: str, instruction: str, sizes: Sequence[Any]) -> bool:
-        """Whether its prompt is known to be possible. Raises RowCheckError for an error of the
-        policy's check itself."""
+    @abstractmethod
+    def _check_row(self, index: int) -> None:
+        """Raises any error for a row that cannot be used."""
+
+    @abstractmethod
+    def _place(self, index: int) -> str:
+        """The name of a row in messages."""
+
+    def _named(self, index: int, error: Exception) -> str:
+        """The message of a row's error."""
+        is_known = isinstance(error, UnusableSampleError)
+        message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
+        return f"{self._place(index)}: {excerpt(message, MAX_SHOWN)}"
+
+    def _fits(self, *sample: Any) -> bool:
+        """Whether the prompt of a sample (see `RowCheck`) is known to be possible. Raises
+        RowCheckError for an error of the policy's check itself."""
         try:
-            check = self.rules.check
-            return check is None or check(identity, instruction, sizes, None)
+            return self._rules.check is None or self._rules.check(*sample)
         except UnusableSampleError:
             raise
         except Exception as error:
             raise RowCheckError(str(error) or type(error).__name__) from error
 
-    def _look_back(self, num_uncounted: int) -> None:
-        """Fill `warnings` and `unread`. `num_uncounted`: prompts of unknown length."""
-        num_rows, num_distinct = len(self._kept), len(set(self.contents))
-        if num_rows > 1 and num_distinct * 2 <= num_rows:
-            self.warnings.append(
-                f"only {num_distinct} of {num_rows} rows differ in instruction or source picture"
-            )
-        columns = self.columns
-        read = {*self._plan.texts, *self._plan.sources, *self._several.sources, columns.target}
-        others = sorted(self.keys - {column.split(".")[0] for column in read} - read)
-        for optional in ("target", "id", "category"):
-            column = getattr(columns, optional)
-            if column and column not in self.keys and column not in columns.required():
-                for similar in get_close_matches(column, others, n=1):
-                    self.warnings.append(
-                        f"no row has {column!r}, and nothing reads {similar!r}: if that is meant, "
-                        f"set columns.{optional} to it"
-                    )
-        if others:
-            self.unread.append(f"columns {excerpt(', '.join(others), MAX_COLUMNS_SHOWN)}")
-        if self._num_unopened:
-            self.unread.append(f"{self._num_unopened} pictures, which exist")
-        if num_uncounted:
-            self.unread.append(
-                f"tokens of {num_uncounted} prompts, whose pictures or tokenizer are not here"
-            )
-
-    def _checked(
-        self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
-    ) -> tuple[list[Any], list[Any], Any]:
-        """(cells of the row's source pictures, results of `use_source` on them, result of
-        `use_target` on its reference edit or None without one). Raises an exception for a bad
-        row."""
-        plan = self._plan_of(row)
-        columns = plan.columns
-        _check_text(row, plan)
-        cells = _source_cells(row, plan)
-        max_pictures = self.rules.max_pictures
-        if max_pictures is not None and len(cells) > max_pictures:
-            raise UnusableError(
-                f"has {len(cells)} source pictures, but this run accepts {max_pictures or 'none'}; "
-                f"{self.rules.pictures_remedy}"
-            )
-
-        sources: list[Any] = []
-        target = pick(row, columns.target, None) if columns.target else None
-        has_target = target is not None or columns.target in plan.required
-        place = ""
-        try:
-            for number, (column, cell) in enumerate(cells, 1):
-                label = "source picture" if len(cells) == 1 else f"source picture {number}"
-                place = f"{label} ({column!r})"
-                sources.append(use_source(cell))
-            place = f"target picture ({columns.target!r})"
-            target = use_target(target) if has_target else None
-        except UnusableError as error:
-            raise UnusableError(f"{place}: {error}") from error
-        return [cell for _, cell in cells], sources, target
-
-    def _plan_of(self, row: Mapping[str, Any]) -> _Plan:
-        """The columns to read from `row`. Raises UnusableError if both default ones hold
-        pictures."""
-        if SEVERAL not in row or self._several.columns is self.columns:
-            return self._plan
-        filled = {key for key in (SEVERAL, *self._plan.sources) if row.get(key) not in (None, [])}
-        if SEVERAL in filled and len(filled) > 1:
-            raise UnusableError(
-                f"has both {self.columns.source!r} and {SEVERAL!r}; keep one of them, or name the "
-                "one that is meant in the source's `columns`"
-            )
-        is_several = self.columns.read_from(filled or row) is not self.columns
-        return self._several if is_several else self._plan
-
-    def _decoded(self, cell: Any, keeps_transparency: bool = False) -> Image.Image:
-        located = locate(cell, self.folder)
-        return decode(located, self.rules.max_image_side_px, keeps_transparency)
-
-    def _looked_at(self, cell: Any) -> tuple[int, int] | None:
-        """(width, height) of a picture, px; None if it was not opened."""
-        return self._look(cell) if isinstance(cell, str) else self._size_of(cell)
-
-    def _size_of(self, cell: Any) -> tuple[int, int] | None:
-        located, opens = locate(cell, self.folder), self.rules.opens
-        is_enough = opens is not None and self._num_opened >= opens
-        if self.picture_check == "exists" or is_enough:
-            self._num_unopened += 1
-            return None
-        self._num_opened += 1
-        if self.picture_check == "pixels":
-            return decode(located, self.rules.max_image_side_px).size
-        return check_header(located, self.rules.max_image_side_px)
-
-    def _error_message(self, index: int, error: Exception) -> str:
-        is_known = isinstance(error, UnusableError | UnusableSampleError)
-        message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
-        return f"{self.origin}, row {self.numbers[index]}: {excerpt(message, MAX_SHOWN)}"
-
-    def _id(self, index: int, row: Mapping[str, Any]) -> str:
-        identity = pick(row, self.columns.id, None) if self.columns.id else None
-        if identity is not None:
-            return str(identity)
-        return f"{self._name}:{(self.id_numbers or self.numbers)[index]}"
-
-
-def shorten(problems: Sequence[str], num: int) -> list[str]:
-    """The first of `num` problems, and a line with the number of the others."""
-    more = num - MAX_PROBLEMS_SHOWN
-    tail = [f"... and {more} more bad rows"] if more > 0 else []
-    return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
-
-
-def _content_of(cell: Any) -> Any:
-    """What a cell's picture is read from, hashable."""
-    is_plain = isinstance(cell, str) or not isinstance(cell, Mapping)
-    return cell if is_plain else cell.get("bytes") or cell.get("path")
-
-
-def _source_cells(row: Mapping[str, Any], plan: _Plan) -> list[tuple[str, Any]]:
-    """(column, cell) of each source picture of a row, in order."""
-    columns = plan.columns
-    if len(plan.sources) == 1 and isinstance(cell := row.get(plan.sources[0]), str):
-        return [(plan.sources[0], cell)]  # nearly every row
-    cells: list[tuple[str, Any]] = []
-    for number, column in enumerate(plan.sources):
-        cell = pick(row, column, None)
-        if cell is None and (number or columns.source_optional):
-            continue
-        if isinstance(cell, list) and (cell or number or columns.source_optional):
-            cells += [(column, item) for item in cell]
-        else:
-            cells.append((column, cell))
-    first = plan.sources[:1]
-    if cells and first and not any(column == first[0] for column, _ in cells):
-        raise UnusableError(
-            f"{first[0]!r} holds no picture, but {cells[0][0]!r} does, and would be the first: "
-            "fill the columns of columns.source in their order"
-        )
-    return cells
-
-
-def _check_text(row: Mapping[str, Any], plan: _Plan) -> None:
-    columns = plan.columns
-    for column in plan.required:
-        if column not in row:
-            pick(row, column)  # nested, or an error
-    for name, column in columns.hidden.items():
-        if pick(row, column) is None and not columns.hidden_optional:
-            raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
-    for column in filter(None, (columns.instruction, columns.reference)):
-        text = pick(row, column)
-        if not isinstance(text, str | None):
-            raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
-        if text and text[0].isascii() and text[0].isalnum():
-            continue
-        if text is None or all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
-            raise UnusableError(f"{column!r} is empty; write what is wanted")
-    for column in plan.texts:
-        cell = row[column] if column in row else pick(row, column, None)
-        try:  # nested text too
-            text = (
-                cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
-            )
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UnusableError(
-                f"{column!r} holds half a character (a lone surrogate), which no text has; fix it"
-            ) from error
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 class RowsConfig(FileConfig):
@@ -696,50 +448,252 @@ class RowsConfig(FileConfig):
     which alone finds other damage."""
 
 
-class RowsSource(DataSource[ConfigT]):
-    """A `DataSource` over the rows that `read` returns."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they were read, good and bad."""
 
-    reads_much = True
+    rows: Sequence[Mapping[str, Any]]
+    """May raise any error for a row that cannot be read."""
+    numbers: Sequence[int]
+    """The number of each row in `origin`, from 1, for messages."""
+    id_numbers: Sequence[int]
+    """The number of each row in its default id."""
+    origin: str
+    """A file, or data set and split."""
+    version: str
+    """A hash of what was read."""
+    columns: Columns
+    folder: Path
+    """Where relative picture paths start."""
+    keys: Set[str] = frozenset()
+    """The columns of a table."""
+
+
+class RowsSource(CheckedSource[ConfigT]):
+    """The rows that `read` returns, as samples. Pictures are decoded when a sample is taken."""
 
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
-        self._rows = self.read(config, rules)
-        stated = sorted(self._rows.columns.model_fields_set)  # two equal configs may differ in it
-        version = f"{config!r} {stated} {self._rows.version}"
-        known_bad = rules.checked.get(version)
-        if known_bad is None:
-            self._rows.check()
-        else:
-            self._rows.leave_out(known_bad)
-        self.findings = Findings(
-            self._rows.left_out,
-            self._rows.warnings,
-            self._rows.unread,
-            self._rows.contents,
-            {version: list(self._rows.bad)},
-            self._rows.most_pictures,
+        self._table = table = self.read(config)
+        # Without the folder: moving the data must not change seeds that derive from ids.
+        self._name = table.origin.rsplit("/", 1)[-1]
+        self._picture_check = config.picture_check if isinstance(config, RowsConfig) else "header"
+        self._size_of_path = lru_cache(KEPT_SIZES)(self._size_of)
+        self._keys = set(table.keys)
+        self._row_of_id: dict[int, int] = {}
+        self._contents = array("q")
+        self._most_pictures = 1
+        self._num_opened = self._num_unopened = self._num_uncounted = 0
+        stated = sorted(table.columns.model_fields_set)  # two equal configs may differ in it
+        name = f"rows of {excerpt(self._name, MAX_ORIGIN)}"
+        self._check_all(f"{config!r} {stated} {table.version}", name, len(table.rows))
+        self._row_of_id.clear()
+        self.findings = replace(
+            self.findings,
+            warnings=[*self._warnings()],
+            unread=[*self._unread()],
+            contents=self._contents,
+            most_pictures=self._most_pictures,
         )
-        self.num_skipped = len(self._rows.bad)
-
-    @classmethod
-    def is_here(cls, config: ConfigT) -> bool:
-        return True
 
     @classmethod
     @abstractmethod
-    def read(cls, config: ConfigT, rules: RowRules) -> Rows:
+    def read(cls, config: ConfigT) -> Rows:
         """All rows, including bad ones."""
 
     @classmethod
     def provides(cls, config: ConfigT) -> frozenset[str]:
         return config.columns.provides() if isinstance(config, RowsConfig) else frozenset()
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, index: int) -> Sample:
-        return self._rows[index]
+        """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
+        index, columns = self._kept[index], self._table.columns
+        try:
+            row = self._table.rows[index]
+            _, (*sources, target) = self._read(row, self._decoded)
+        except Exception as error:  # as in `_check_all`
+            raise BadRowError(self._named(index, error)) from error
+        category = pick(row, columns.category, None)
+        return Sample(
+            id=self._id(index, row),
+            instruction=pick(row, columns.instruction).strip(),
+            category=str(category) if category is not None else "",
+            reference=pick(row, columns.reference, None),
+            hidden={name: pick(row, column, None) for name, column in columns.hidden.items()},
+            sources=tuple(sources),
+            target=target,
+        )
+
+    def id_of(self, index: int) -> str:
+        """The id of a sample, without opening its pictures."""
+        return self._id(self._kept[index], self._table.rows[self._kept[index]])
+
+    def number_of(self, index: int) -> int:
+        """The number of a sample's row in its default id."""
+        return self._table.id_numbers[self._kept[index]]
+
+    def _check_row(self, index: int) -> None:
+        row = self._table.rows[index]
+        if not row.keys() <= self._keys:
+            self._keys.update(row)
+        cells, (*sizes, _) = self._read(row, self._looked_at)
+        identity = self._id(index, row)
+        # Different sequences of characters may look the same.
+        key = hash(unicodedata.normalize("NFC", identity))
+        if key in self._row_of_id:
+            first = self._table.numbers[self._row_of_id[key]]
+            raise UnusableError(f"id {identity!r} is already that of row {first}")
+        instruction = pick(row, self._table.columns.instruction).strip()
+        self._num_uncounted += not self._fits(identity, instruction, sizes, None)
+        read_from = [
+            cell.get("bytes") or cell.get("path") if isinstance(cell, Mapping) else cell
+            for cell in cells
+        ]
+        self._contents.append(hash((instruction, *read_from)))
+        self._row_of_id[key] = index
+        self._most_pictures = max(self._most_pictures, len(cells))
+
+    def _warnings(self) -> Iterator[str]:
+        num_rows, num_distinct = len(self._contents), len(set(self._contents))
+        if num_rows > 1 and num_distinct * 2 <= num_rows:
+            yield f"only {num_distinct} of {num_rows} rows differ in instruction or source picture"
+        columns = self._table.columns
+        for optional in ("target", "id", "category"):
+            column = getattr(columns, optional)
+            near = get_close_matches(column, self._other_keys(), n=1)
+            if near and column not in self._keys and optional not in columns.model_fields_set:
+                yield (
+                    f"no row has {column!r}, and nothing reads {near[0]!r}: if that is meant, "
+                    f"set columns.{optional} to it"
+                )
+
+    def _unread(self) -> Iterator[str]:
+        if others := self._other_keys():
+            yield f"columns {excerpt(', '.join(others), MAX_COLUMNS_SHOWN)}"
+        if self._num_unopened:
+            yield f"{self._num_unopened} pictures, which exist"
+        if self._num_uncounted:
+            yield (
+                f"tokens of {self._num_uncounted} prompts, whose pictures or tokenizer are not here"
+            )
+
+    def _other_keys(self) -> list[str]:
+        """The keys of rows that nothing reads."""
+        read = self._table.columns.read()
+        return sorted(self._keys - {column.split(".")[0] for column in read} - read)
+
+    def _read(
+        self, row: Mapping[str, Any], use: Callable[[Any, bool], Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """(cells of the row's source pictures; what `use(cell, is a source)` makes of each of them
+        and, last, of its reference edit, None without one). Raises any exception for a bad row."""
+        columns = self._table.columns
+        _check_text(row, columns)
+        cells = _source_cells(row, columns)
+        limit = self._rules.max_pictures
+        if limit is not None and len(cells) > limit:
+            raise UnusableError(
+                f"has {len(cells)} source pictures, but this run accepts {limit or 'none'}; "
+                f"{self._rules.pictures_remedy}"
+            )
+        target = pick(row, columns.target, None)
+        has_target = target is not None or columns.target in columns.named
+        used: list[Any] = []
+        place = ""
+        try:
+            for number, (column, cell) in enumerate(cells, 1):
+                label = "source picture" if len(cells) == 1 else f"source picture {number}"
+                place = f"{label} ({column!r})"
+                used.append(use(cell, True))
+            place = f"target picture ({columns.target!r})"
+            used.append(use(target, False) if has_target else None)
+        except UnusableError as error:
+            raise UnusableError(f"{place}: {error}") from error
+        return [cell for _, cell in cells], used
+
+    def _decoded(self, cell: Any, is_source: bool) -> Image.Image:
+        keeps_transparency = is_source and self._rules.keeps_transparency
+        located = locate(cell, self._table.folder)
+        return decode(located, self._rules.max_image_side_px, keeps_transparency)
+
+    def _looked_at(self, cell: Any, is_source: bool) -> tuple[int, int] | None:
+        """(width, height) of a picture, px; None if it was not opened."""
+        return self._size_of_path(cell) if isinstance(cell, str) else self._size_of(cell)
+
+    def _size_of(self, cell: Any) -> tuple[int, int] | None:
+        located, opens = locate(cell, self._table.folder), self._rules.opens
+        if self._picture_check == "exists" or (opens is not None and self._num_opened >= opens):
+            self._num_unopened += 1
+            return None
+        self._num_opened += 1
+        if self._picture_check == "pixels":
+            return decode(located, self._rules.max_image_side_px).size
+        return check_header(located, self._rules.max_image_side_px)
+
+    def _place(self, index: int) -> str:
+        return f"{self._table.origin}, row {self._table.numbers[index]}"
+
+    def _id(self, index: int, row: Mapping[str, Any]) -> str:
+        identity = pick(row, self._table.columns.id, None)
+        return (
+            f"{self._name}:{self._table.id_numbers[index]}" if identity is None else str(identity)
+        )
+
+
+def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
+    """(column, cell) of each source picture of a row, in order. Raises UnusableError if a column is
+    missing, and if both default ones hold pictures."""
+    filled: list[str] = []
+    if SEVERAL in row and "source" not in columns.model_fields_set:
+        filled = [key for key in (SEVERAL, *columns.sources()) if row.get(key) not in (None, [])]
+        if len(filled) > 1:
+            raise UnusableError(
+                f"has both {columns.source!r} and {SEVERAL!r}; keep one of them, or name the "
+                "one that is meant in the source's `columns`"
+            )
+    names = columns.sources(filled or row)
+    cells: list[tuple[str, Any]] = []
+    for number, column in enumerate(names):
+        cell = pick(row, column, None if columns.source_optional else _MISSING)
+        may_lack = number > 0 or columns.source_optional
+        if isinstance(cell, list) and (cell or may_lack):
+            cells += [(column, item) for item in cell]
+        elif cell is not None or not may_lack:
+            cells.append((column, cell))
+    if cells and cells[0][0] != names[0]:
+        raise UnusableError(
+            f"{names[0]!r} holds no picture, but {cells[0][0]!r} does, and would be the first: "
+            "fill the columns of columns.source in their order"
+        )
+    return cells
+
+
+def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
+    for column in columns.named:
+        if column not in row:
+            pick(row, column)  # nested, or an error
+    for name, column in columns.hidden.items():
+        if not columns.hidden_optional and pick(row, column) is None:
+            raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
+    for column in filter(None, (columns.instruction, columns.reference)):
+        text = pick(row, column)
+        if not isinstance(text, str | None):
+            raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
+        if text and text[0].isascii() and text[0].isalnum():
+            continue
+        if text is None or all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
+            raise UnusableError(f"{column!r} is empty; write what is wanted")
+    for column in columns.texts:
+        cell = row[column] if column in row else pick(row, column, None)
+        if not isinstance(cell, str):  # nested text too
+            cell = json.dumps(cell, ensure_ascii=False, default=str)
+        try:
+            cell.encode()
+        except UnicodeEncodeError as error:
+            raise UnusableError(
+                f"{column!r} holds half a character (a lone surrogate), which no text has; fix it"
+            ) from error
 
 
 # ---- jsonl ---------------------------------------------------------------------------------------
@@ -747,48 +701,34 @@ class RowsSource(DataSource[ConfigT]):
 
 
 class Lines(Sequence[Mapping[str, Any]]):
-    """The lines of files that are not blank, as rows.
+    """The lines of a file that are not blank, as rows.
 
-    The files' bytes stay in memory, so that a file may change while a run reads it; the rows do
-    not, which would take several times as much. Only a line feed ends a line: a value may hold
-    U+2028 and similar characters.
+    The file's bytes stay in memory, so that it may change while a run reads it; the rows do not,
+    which would take several times as much. Only a line feed ends a line: a value may hold U+2028
+    and similar characters.
     """
 
-    def __init__(self, files: Sequence[Path], parse: Callable[[str], Any] | None = None) -> None:
-        """`parse`: converts a line to a row; None = JSON, where an object with a repeated key is
-        refused. Raises BadRowError if a file does not exist, is empty or cannot be read."""
-        self._parse = parse or json.JSONDecoder(object_pairs_hook=_unique_keys).decode
+    def __init__(self, *files: Path, parse: Callable[[str], Any] | None = None) -> None:
+        """`files`: read as one. `parse`: converts a line to a row; None = JSON. Raises BadRowError
+        if a file does not exist or cannot be read, or if all are empty."""
+        self._parse = parse or json.loads
+        self._content = b"\n".join(map(_content, files))
         self.numbers = array("Q")
-        """The number of each row's line in its file, from 1."""
-        self.nulls: Mapping[str, None] = {}
-        """Keys that every row gets."""
+        """The number of each row's line, from 1."""
         self._starts = array("Q")
-        contents = [_content(file) for file in files]
-        self._content = b"\n".join(contents)
         start = 0
-        for file, content in zip(files, contents, strict=True):
-            end, number, num_before = start + len(content), 0, len(self._starts)
-            while start <= end:
-                number += 1
-                stop = self._content.find(b"\n", start, end)
-                stop = end if stop < 0 else stop
-                if not self._content[start:stop].isspace() and stop > start:
-                    self._starts.append(start)
-                    self.numbers.append(number)
-                start = stop + 1
-            if len(self._starts) == num_before:
-                raise BadRowError(f"{file} is empty; write one row per line")
+        for number, line in enumerate(io.BytesIO(self._content), 1):
+            if not line.isspace():
+                self.numbers.append(number)
+                self._starts.append(start)
+            start += len(line)
+        if not self.numbers:
+            raise BadRowError(f"{files[0]} is empty; write one row per line")
 
     @property
     def version(self) -> str:
-        """A hash of the files' bytes."""
+        """A hash of the file's bytes."""
         return hashlib.sha256(self._content).hexdigest()
-
-    def readable(self) -> Iterator[Mapping[str, Any]]:
-        """The rows that can be read."""
-        for index in range(len(self)):
-            with suppress(UnusableError):
-                yield self[index]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -806,17 +746,7 @@ class Lines(Sequence[Mapping[str, Any]]):
             raise UnusableError(f"is not JSON ({error}); one object per line") from error
         if not isinstance(row, dict):
             raise UnusableError('is not an object {"key": ...}')
-        return {**self.nulls, **row} if self.nulls else row
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dict. Raises ValueError for a repeated key."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in row if names.count(name) > 1)
-        raise ValueError(f"it has {repeated!r:.60} twice")
-    return row
+        return row
 
 
 def _content(path: Path) -> bytes:

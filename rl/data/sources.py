@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from rl.api.data import RowRules
-from rl.api.plugin import FileConfig, unread
+from rl.api.plugin import FileConfig
 from rl.config.loading import FOLDER, GONE, not_a_file
-from rl.data.rows import (
-    MAX_SHOWN,
-    SEVERAL,
-    BadRowError,
-    Columns,
-    Lines,
-    Rows,
-    RowsConfig,
-    RowsSource,
-)
+from rl.config.schema import Unread
+from rl.data.rows import MAX_SHOWN, BadRowError, Columns, Lines, Rows, RowsConfig, RowsSource
 from rl.printing import excerpt
 
 if TYPE_CHECKING:
@@ -42,19 +34,12 @@ class EditJsonl(RowsSource[EditJsonlConfig]):
     """The edits of one JSONL file, as samples."""
 
     @classmethod
-    def read(cls, config: EditJsonlConfig, rules: RowRules) -> Rows:
+    def read(cls, config: EditJsonlConfig) -> Rows:
         path = Path(config.path)
-        lines = Lines([path])
-        return Rows(
-            lines,
-            lines.numbers,
-            str(path),
-            config.columns,
-            Path(config.image_folder) if config.image_folder else path.parent,
-            rules,
-            config.picture_check,
-            version=lines.version,
-        )
+        lines = Lines(path)
+        folder = Path(config.image_folder) if config.image_folder else path.parent
+        numbers = lines.numbers
+        return Rows(lines, numbers, numbers, str(path), lines.version, config.columns, folder)
 
 
 # ---- hf dataset ----------------------------------------------------------------------------------
@@ -75,9 +60,9 @@ class HfDatasetConfig(RowsConfig):
     path: str
     """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); a
     local path wins if it exists. A relative path starts at the working directory."""
-    name: str = ""
+    name: Annotated[str, Unread("path", isfile)] = ""
     """The data set's configuration on the hub, '' = its only or default one."""
-    revision: str = ""
+    revision: Annotated[str, Unread("path", isfile)] = ""
     """Branch, tag or commit on the hub, '' = the newest."""
     split: str = "train"
     """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
@@ -92,50 +77,34 @@ class HfDataset(RowsSource[HfDatasetConfig]):
         return can_read and _is_local(config)
 
     @classmethod
-    def no_effect(cls, config: HfDatasetConfig) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if Path(config.path).is_file():
-            yield from unread(config, "name revision", "path is a file")
-
-    @classmethod
-    def read(cls, config: HfDatasetConfig, rules: RowRules) -> Rows:
+    def read(cls, config: HfDatasetConfig) -> Rows:
         """The split's rows."""
         path = Path(config.path)
         why = not_a_file(path)
-        if why == GONE and _is_local(config):
+        if why not in ("", FOLDER) and _is_local(config):
             raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
-        if why not in ("", FOLDER, GONE):
-            shown = excerpt(config.path, MAX_SHOWN)
-            raise BadRowError(f"{shown} {why}; give a data set's file, folder or id")
         rows: Sequence[Mapping[str, Any]]
         if not why and path.suffix == ".jsonl" and "[" not in config.split:
             # `datasets` would reject the whole file because of one unreadable line.
-            rows = lines = Lines([path])
-            lines.nulls = dict.fromkeys(_required(lines, config))  # as in a table
+            rows = lines = Lines(path)
             numbers: Sequence[int] = lines.numbers
             version, keys = lines.version, set()
         else:
             dataset = _open(config)
-            _require_columns(config, dataset.column_names)
-            needed = {*config.columns.texts(), config.columns.target}
-            needed |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
-            top_level = needed | {column.split(".")[0] for column in needed}
-            names = [column for column in dataset.column_names if column in top_level]
+            names = _columns_read(config, dataset.column_names)
             rows = _UndecodedRows(dataset.select_columns(names))
-            numbers, keys = range(1, len(rows) + 1), set(dataset.column_names)
-            version = dataset._fingerprint
+            version, keys = dataset._fingerprint, set(dataset.column_names)
+            numbers = range(1, len(rows) + 1)
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         return Rows(
             rows,
             numbers,
+            range(len(rows)),
             f"{config.path}[{config.split}]",
+            version,
             config.columns,
             Path(config.image_folder) if config.image_folder else folder,
-            rules,
-            config.picture_check,
-            id_numbers=range(len(rows)),
-            version=version,
-            keys=keys,
+            keys,
         )
 
 
@@ -160,27 +129,26 @@ def _open(config: HfDatasetConfig) -> Dataset:
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _split_of_saved(config, datasets.load_from_disk(config.path))
-        if path.is_file():
-            return datasets.load_dataset(  # nosec B615 # a file on this machine
-                _builder(path),
-                data_files={config.split.split("[")[0]: config.path},
-                split=config.split,
-            )
-        return datasets.load_dataset(
-            config.path, config.name or None, split=config.split, revision=config.revision or None
+        if not path.is_file():
+            name, revision = config.name or None, config.revision or None
+            return datasets.load_dataset(config.path, name, split=config.split, revision=revision)
+        if path.suffix not in _BUILDERS:
+            types = ", ".join(_BUILDERS)
+            raise BadRowError(f"{path}: files of type {types} are read, not {path.suffix!r}")
+        return datasets.load_dataset(  # nosec B615 # a file on this machine
+            _BUILDERS[path.suffix],
+            data_files={config.split.split("[")[0]: config.path},
+            split=config.split,
         )
     except BadRowError:
         raise
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise BadRowError(
-            f"{config.path}: cannot be read ({excerpt(str(error.__cause__ or error), MAX_SHOWN)})"
-        ) from error
-    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
+    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise BadRowError(f"{_not_found(config)} ({error})") from error
     # Unknown split or configuration: the message of `datasets` lists the known ones. Damaged data
     # may raise anything (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
     except Exception as error:
-        raise BadRowError(f"{config.path}: {excerpt(str(error), MAX_SHOWN)}") from error
+        cause = excerpt(str(error.__cause__ or error), MAX_SHOWN)
+        raise BadRowError(f"{config.path}: cannot be read ({cause})") from error
 
 
 def _split_of_saved(config: HfDatasetConfig, saved: Any) -> Dataset:
@@ -200,50 +168,28 @@ def _is_local(config: HfDatasetConfig) -> bool:
     return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
 
 
-def _builder(path: Path) -> str:
-    if path.suffix not in _BUILDERS:
-        raise BadRowError(
-            f"{path}: files of type {', '.join(_BUILDERS)} are read, not {path.suffix!r}"
-        )
-    return _BUILDERS[path.suffix]
-
-
-def _required(lines: Lines, config: HfDatasetConfig) -> Iterable[str]:
-    """The columns that every row must have, without their nested parts. Raises BadRowError if no
-    row has one of them."""
-    names: dict[str, None] = {}
-    for row in lines.readable():
-        names |= dict.fromkeys(row)
-        if not _missing(config, names):
-            break
-    else:
-        if names:
-            _require_columns(config, list(names))
-    return {column.split(".")[0] for column in config.columns.read_from(names).required()}
-
-
-def _missing(config: HfDatasetConfig, available: Container[str]) -> list[str]:
-    """Required columns that are missing; of a nested column 'a.b' only 'a' is looked for."""
-    return [
-        column
-        for column in config.columns.read_from(available).required()
-        if column not in available and column.split(".")[0] not in available
-    ]
-
-
-def _require_columns(config: HfDatasetConfig, available: Sequence[str]) -> None:
-    """Raises BadRowError for missing columns."""
-    if missing := _missing(config, available):
+def _columns_read(config: HfDatasetConfig, available: Sequence[str]) -> list[str]:
+    """The columns of a table that its samples need. Raises BadRowError for missing ones; of a
+    nested column 'a.b' only 'a' is looked for."""
+    columns = config.columns
+    required = [*columns.named]
+    if not columns.source_optional:
+        required += columns.sources(available)
+    if missing := [name for name in required if not {name, name.split(".")[0]} & {*available}]:
         raise BadRowError(
             f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(available)}. Map them in the source's `columns`."
         )
+    read = columns.read()
+    top_level = {name.split(".")[0] for name in read}
+    return [name for name in available if name in read | top_level]
 
 
 def _not_found(config: HfDatasetConfig) -> str:
+    path = excerpt(config.path, MAX_SHOWN)
     return (
-        f"{config.path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub "
-        "that can be reached; give a local path, or a hub id 'owner/name' with network access"
+        f"{path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub that can "
+        "be reached; give a local path, or a hub id 'owner/name' with network access"
     )
 
 
@@ -289,20 +235,15 @@ class Prompts(RowsSource[PromptsConfig]):
     """The prompts as samples."""
 
     @classmethod
-    def files(cls, config: PromptsConfig) -> Sequence[Path]:
-        """The user's file, or the files of the built-in set."""
-        if config.path:
-            return [Path(config.path)]
+    def read(cls, config: PromptsConfig) -> Rows:
         splits = ("train", "held_out") if config.split == "all" else (config.split,)
-        return [BUILT_IN / f"{split}.jsonl" for split in splits]
-
-    @classmethod
-    def read(cls, config: PromptsConfig, rules: RowRules) -> Rows:
+        files = [Path(config.path)] if config.path else [BUILT_IN / f"{n}.jsonl" for n in splits]
         parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
-        lines = Lines(cls.files(config), parse)
+        lines = Lines(*files, parse=parse)
         columns = Columns(
             instruction=config.prompt_key, source=config.picture_key, source_optional=True
         )
         origin = config.path or f"prompts[{config.split}]"
         folder = Path(config.path).parent
-        return Rows(lines, lines.numbers, origin, columns, folder, rules, version=lines.version)
+        numbers = lines.numbers
+        return Rows(lines, numbers, numbers, origin, lines.version, columns, folder)

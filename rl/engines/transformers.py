@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 from rl.api.engine import Engine, EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.ranks.dist import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +30,6 @@ class TransformersEngine(Engine):
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token and reports log-probs at
         temperature 1."""
-        if is_sharded(self._policy.module):
-            raise ValueError(
-                "engine 'transformers' samples with the trainer's own weights, which ZeRO-3 "
-                "shards: use engine 'vllm', or optimizer.zero_stage <= 2"
-            )
         if not prompts_P:
             return []
         module = self._policy.module

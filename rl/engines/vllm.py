@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
-from rl.api.plugin import PlacedConfig, PluginConfig, too_old, unread
+from rl.api.plugin import PlacedConfig, PluginConfig, too_old
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
-from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
+from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, Unread, vllm_build
 from rl.engines.vllm_process import (
     ADAPTER_ID,
     GRID,
@@ -72,7 +72,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class Config(PluginConfig):
     """The engine section."""
 
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | Literal["auto"], Unread("kv_cache_memory_mb")
+    ] = "auto"
     """Share of the GPU's memory for weights and KV cache while the engine is awake. auto: its
     weights, its workspace, and a cache for all completions that its rank samples in an iteration,
     each of maximal length and with its own prompt; if the memory plan has no room for all of them,
@@ -93,10 +95,6 @@ class Config(PluginConfig):
     does; sleep: it moves its weights to host memory and frees its cache, which takes seconds per
     iteration for a large model; auto: resident if the memory plan has room. vLLM's sleep level 2,
     which discards the base weights, is not offered: it corrupts VLMs."""
-    adapter: Literal["served"] = "served"
-    """How sampling uses a LoRA: unmerged, next to the base weights, which is exact."""
-    tensor_parallel_size: Literal[1] = 1
-    """Every rank has its own engine."""
 
 
 class VllmEngine(Engine[Config]):
@@ -121,7 +119,7 @@ class VllmEngine(Engine[Config]):
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
-        self._kind = "full" if policy.config.lora is None else "lora"
+        self._has_lora = policy.config.lora is not None
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: Lora | Whole = {}
@@ -154,7 +152,7 @@ class VllmEngine(Engine[Config]):
     def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
         rank = (run.policy.get("lora") or {}).get("r", 0)
         if rank > LORA_RANKS[-1]:
-            yield f"adapter: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
+            yield f"type: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
         device = str(run.policy.get("device", "auto"))
         if device[5:].strip("0").isdecimal() and run.world_size == 1:
             yield (
@@ -184,16 +182,10 @@ class VllmEngine(Engine[Config]):
         if adapts and dtype == "float32":
             remedy = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"
             yield (
-                "adapter: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
+                "dtype: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
                 f"float32; set {remedy}, or engine.type=transformers, or run on the CPU "
                 "(policy.device=cpu)"
             )
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        if config.kv_cache_memory_mb is None:
-            return []
-        return unread(config, "gpu_memory_utilization", "kv_cache_memory_mb is given")
 
     def _start(self, policy: Policy) -> Any:
         for name, value in ENVIRONMENT.items():
@@ -213,7 +205,7 @@ class VllmEngine(Engine[Config]):
 
             self._group_existed = torch.distributed.is_initialized()
             register_in_process(folder)
-            if self._kind == "lora" and not self._on_cuda:
+            if self._has_lora and not self._on_cuda:
                 multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
@@ -305,18 +297,17 @@ class VllmEngine(Engine[Config]):
         features_P: Sequence[torch.Tensor | None] = [None] * len(prompts_P)
         if self._features_of is not None:
             features_P = self._features_of(prompts_P)
-        inputs_P = [
-            vllm_requests.engine_input(prompt, features, self._image_token_id, self._dtype)
-            for prompt, features in zip(prompts_P, features_P, strict=True)
-        ]
-        sampling_P = [
-            self._sampling(prompt, params, seed)
-            for prompt, seed in zip(prompts_P, seeds_P, strict=True)
+        requests_P = [
+            (
+                vllm_requests.engine_input(prompt, features, self._image_token_id, self._dtype),
+                self._sampling(prompt, params, seed),
+            )
+            for prompt, features, seed in zip(prompts_P, features_P, seeds_P, strict=True)
         ]
         try:
             # vLLM also draws an unused number from the global generator in each step.
             with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
-                outputs_P = self._run(inputs_P, sampling_P)
+                outputs_P = self._run(requests_P)
         except BaseException:
             self._failed = True
             raise
@@ -329,17 +320,17 @@ class VllmEngine(Engine[Config]):
         ]
         return [group * (params.num_completions // len(group)) for group in completions_PG]
 
-    def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
-        """A `RequestOutput` for each input."""
+    def _run(self, requests_P: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """A `RequestOutput` for each (input, sampling parameters)."""
         engine = self._llm.llm_engine
         lora_request = None
-        if self._kind == "lora" and self._fingerprint is not None:
+        if self._has_lora and self._fingerprint is not None:
             from vllm.lora.request import LoRARequest
 
             # The path is never read: the adapter of this number is already in the slots.
             lora_request = LoRARequest("policy", ADAPTER_ID, "in-memory")
         ids_P = []
-        for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
+        for engine_input, sampling in requests_P:
             ids_P.append(str(self._num_requests))
             self._num_requests += 1
             engine.add_request(ids_P[-1], engine_input, sampling, lora_request=lora_request)
@@ -383,8 +374,7 @@ class VllmEngine(Engine[Config]):
         if self._sleep_sums is None:
             return
         self._llm.wake_up()
-        compare, args = parameter_difference, (self._sleep_sums,)
-        [changed] = self._llm.collective_rpc(compare, args=args)
+        [changed] = self._llm.collective_rpc(parameter_difference, args=(self._sleep_sums,))
         self._sleep_sums = None
         if problem := changed or (self._fingerprint and self._difference()):
             self._failed = True
@@ -395,8 +385,6 @@ class VllmEngine(Engine[Config]):
 
     def load_weights(self, weights: PolicyWeights) -> None:
         """Load the trainer's weights; the engine must be awake. Untrained weights are kept."""
-        if weights.kind != self._kind:
-            raise ValueError(f"this engine was not started for {weights.kind!r} weights")
         lora = self._setup.policy.config.lora
         if lora is not None:
             if fingerprint(weights.tensors) != weights.fingerprint:
@@ -430,9 +418,7 @@ class VllmEngine(Engine[Config]):
         return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
-        compare: Any = whole_difference
-        if self._kind == "lora":
-            compare = lora_difference
+        compare: Any = lora_difference if self._has_lora else whole_difference
         [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
         return str(difference)
 

@@ -28,7 +28,7 @@ import httpx
 
 from rl.config.loading import not_a_file, read_text
 from rl.config.schema import JudgeConfig
-from rl.files import append, current_path, lines_of, private, row_of
+from rl.files import append, lines_of, private, require_in_place, row_of
 from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
 
 # ---- endpoint ------------------------------------------------------------------------------------
@@ -489,7 +489,8 @@ class ReplyJournal:
     reply null cancels those before it under its key."""
 
     def __init__(self, path: Path) -> None:
-        self._path = current_path(path)
+        require_in_place(path)
+        self._path = path
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = [line for line in lines_of(self._path) if line.endswith(b"\n")]
         self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`

@@ -331,20 +331,35 @@ class DeepSpeedBackend:
             moments.setdefault("exp_avg", torch.zeros_like(flat))
             moments.setdefault("exp_avg_sq", torch.zeros_like(flat))
             moments["step"] = torch.tensor(float(num_steps))
-        if self._stage == 3:
-            self._load_partitioned(state)
-            return
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        self._link_moments()
+        if self._stage < 3:
+            self._link_moments()
         for name, parameter in self._parameters.items():
             for part in STATE_PARTS:
-                tensor = state[f"{part}/{name}"].to(parameter.device)
-                if part == "master":
-                    safe_set_full_fp32_param(parameter, tensor)
-                else:
-                    safe_set_full_optimizer_state(parameter, tensor, part)
-        self._engine.optimizer.update_lp_params()
+                self._set(parameter, part, state[f"{part}/{name}"].to(parameter.device))
+        if self._stage < 3:
+            self._engine.optimizer.update_lp_params()
+
+    def _set(self, parameter: Any, part: str, whole: torch.Tensor) -> None:
+        """The inverse of `_gather`. Stage 3 shards parameters, masters and moments alike, equally,
+        so that the last shard is padded with zeros."""
+        import deepspeed
+        from deepspeed import utils
+
+        master, moment = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        if self._stage == 3:
+            master, moment = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            if part == "master":
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    if self._dist.rank == 0:
+                        parameter.data.copy_(whole)
+            size = parameter.ds_tensor.numel()
+            padding = size * self._dist.world_size - whole.numel()
+            padded = torch.nn.functional.pad(whole.flatten(), (0, padding))
+            whole = padded.narrow(0, size * self._dist.rank, size)
+        if part == "master":
+            master(parameter, whole)
+        else:
+            moment(parameter, whole, part)
 
     def _link_moments(self) -> None:
         """Link parameters to AdamW's state. DeepSpeed itself does this only in its first step, and
@@ -352,30 +367,6 @@ class DeepSpeedBackend:
         optimizer = self._engine.optimizer
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _load_partitioned(self, state: Tensors) -> None:
-        """Stage 3: parameters, masters and moments are all sharded."""
-        import deepspeed
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        for name, parameter in self._parameters.items():
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if self._dist.rank == 0:
-                    parameter.data.copy_(state[f"master/{name}"])
-            for part in STATE_PARTS:
-                shard = self._shard(parameter, state[f"{part}/{name}"])
-                if part == "master":
-                    safe_set_local_fp32_param(parameter, shard)
-                else:
-                    safe_set_local_optimizer_state(parameter, shard, part)
-
-    def _shard(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of `whole`; shards are equal, so the last one is padded with zeros."""
-        size = parameter.ds_tensor.numel()
-        flat = whole.flatten().to(parameter.device)
-        padding = size * self._dist.world_size - flat.numel()
-        flat = torch.nn.functional.pad(flat, (0, padding))
-        return flat.narrow(0, size * self._dist.rank, size)
 
 
 def _import_deepspeed(dist: Dist) -> Any:

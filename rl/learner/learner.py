@@ -94,8 +94,7 @@ class Learner:
             trains: False: only its forward will be used, so no graph is kept.
         """
         config = self._config.optimizer
-        collective = is_sharded(self._policy.module)
-        together = collective or self._backend.lockstep
+        together = is_sharded(self._policy.module) or self._backend.lockstep
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
         num_planned = self._config.prompts_per_iteration * self._config.generations_per_prompt
@@ -135,7 +134,6 @@ class Learner:
             group_sizes=num_completions_P,
             minibatches=minibatches,
             keeps_graphs=exact and self._backend.keeps_graphs,
-            collective=collective,
             optimizer_step=self._optimizer_step,
             measures_rise=trains and iteration < NUM_MEASURED,
         )
@@ -200,19 +198,18 @@ class Learner:
 
         Raises ValueError if names or shapes are not this policy's, or a number is not finite.
         """
-        shapes = self._shapes()
-        expected = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
-        mismatched = sorted(expected ^ set(tensors))
-        misshapen = sorted(
-            key for key in expected & set(tensors)
-            if tensors[key].shape != shapes[key.partition("/")[2]]
-        )  # fmt: skip
-        if mismatched or misshapen:
+        expected = {
+            f"{part}/{name}": shape
+            for part in STATE_PARTS
+            for name, shape in self._shapes().items()
+        }
+        found = {key: tensor.shape for key, tensor in tensors.items()}
+        wrong = sorted({key for key, _ in expected.items() ^ found.items()})
+        if wrong:
             raise ValueError(
-                f"this checkpoint is of another policy: {len(mismatched)} tensors are missing or "
-                f"unknown, {len(misshapen)} have another shape (first: "
-                f"{(mismatched + misshapen)[0]}). Use the config it was written with (same base "
-                "model, LoRA rank and targets), or start under a new run_name."
+                f"this checkpoint is of another policy: {len(wrong)} tensors are missing, unknown "
+                f"or of another shape (first: {wrong[0]}). Use the config it was written with "
+                "(same base model, LoRA rank and targets), or start under a new run_name."
             )
         require_finite(tensors.items(), "this checkpoint")
         self.version = int(meta["version"])

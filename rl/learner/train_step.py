@@ -74,27 +74,24 @@ def pack_groups(
     `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
     are paired with the prompt's `plain`.
     """
-    packs: list[list[tuple[Row, Member]]] = []
-    size = 0
+    packs: list[list[tuple[Row, Member]]] = [[]]
+
+    def is_full(*more: tuple[Row, Member]) -> bool:
+        rows = tuple(row for row, _ in (*packs[-1], *more))
+        return bool(packs[-1]) and MicroBatch(rows, ()).num_tokens > max_tokens
+
     for p in range(len(prompts_P)) if groups is None else groups:
         num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
-        group = tuple(
-            (prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids)
+        group: list[tuple[Row, Member]] = [
+            ((prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids), (p, g))
             for g, ids in enumerate(ids_PG[p])
-        )
-        if not packs or size + MicroBatch(group, ()).num_tokens > max_tokens:
+        ]
+        if is_full(*group):
             packs.append([])
-            size = 0
-        for g, (prompt, ids) in enumerate(group):
-            more = len(ids)
-            if not packs[-1] or packs[-1][-1][0][0] is not prompt:
-                more += len(prompt.token_ids)
-            if packs[-1] and size + more > max_tokens:
+        for entry in group:
+            if is_full(entry):
                 packs.append([])
-                size = 0
-                more = len(ids) + len(prompt.token_ids)
-            size += more
-            packs[-1].append(((prompt, ids), (p, g)))
+            packs[-1].append(entry)
     return [
         MicroBatch(tuple(row for row, _ in pack), tuple(member for _, member in pack))
         for pack in packs
@@ -214,21 +211,24 @@ def on_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(like.device, non_blocking=True)
 
 
+LOSSES = ("loss/total", "loss/policy", "loss/kl")
+WEIGHTS = ("mismatch/weight", "mismatch/weight_squared")
+SUMS = (*LOSSES, *WEIGHTS)
+MAXIMA = ("policy/ratio_max", "mismatch/max_abs_dlogp")
+
+
 @dataclass
 class LearnerMetrics:
     device: str = "cpu"
     metrics: Metrics = field(default_factory=Metrics)
     num_applied: int = 0
     num_skipped: int = 0
-    num_tokens: float = 0.0
-    weight: float = 0.0
-    weight_squared: float = 0.0
     spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
     """Phase -> the marks (`time_mark`) of its starts and ends."""
-    losses: dict[str, float] = field(default_factory=dict)
-    """Losses of the current step, still divided by the planned denominators."""
-    _measured: list[tuple[list[str], int, torch.Tensor]] = field(default_factory=list)
-    """Per micro-batch: names, number of tokens, values (float64, on the device)."""
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums over tokens, and the current step's losses, still divided by planned denominators."""
+    _measured: list[tuple[int, list[str], torch.Tensor]] = field(default_factory=list)
+    """Per micro-batch: number of tokens, names, values (float64, on the device)."""
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -248,70 +248,54 @@ class LearnerMetrics:
     ) -> None:
         """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats; `masks_B`: its loss
         masks. The values stay on the device; the host waits for them once per step."""
-        values = {
-            "loss/total": loss.total, "loss/policy": loss.policy_loss, "loss/kl": loss.kl_loss
-        }  # fmt: skip
+        values = dict(zip(LOSSES, (loss.total, loss.policy_loss, loss.kl_loss), strict=True))
         tokens_N2 = [
             (b, c) for b, mask in enumerate(masks_B) for c, is_in in enumerate(mask) if is_in
         ]
         if tokens_N2:
-            values |= self._token_values(
-                inputs, loss, reference, entropy, importance_cap, tokens_N2
-            )
-        vector = torch.stack([value.detach().double() for value in values.values()])
-        self._measured.append((list(values), len(tokens_N2), vector))
+            rows, columns = on_device(torch.tensor(tokens_N2).T.contiguous(), entropy)
 
-    @staticmethod
-    def _token_values(
-        inputs: LossInputs,
-        loss: Objective,
-        reference: torch.Tensor | None,
-        entropy: torch.Tensor,
-        importance_cap: float,
-        tokens_N2: Sequence[tuple[int, int]],
-    ) -> dict[str, torch.Tensor]:
-        """Metric or sum -> its value over the tokens that carry loss, given as (row, column)."""
-        rows, columns = on_device(torch.tensor(tokens_N2).T.contiguous(), entropy)
-        ratio = loss.policy.ratio[rows, columns]
-        importance = loss.importance[rows, columns]
-        old, sampler = (x[rows, columns] for x in (inputs.old_logprobs, inputs.sampler_logprobs))
-        values = {
-            "policy/entropy": entropy[rows, columns].mean(),
-            "policy/clip_fraction": loss.policy.clipped[rows, columns].float().mean(),
-            "policy/ratio_mean": ratio.mean(),
-            "policy/ratio_max": ratio.max(),
-            **dict(zip(Mismatch._fields, mismatch(old, sampler), strict=True)),
-            "mismatch/weight_mean": importance.mean(),
-            "mismatch/weight_capped": (importance >= importance_cap).float().mean(),
-        }
-        if reference is not None:
-            logprobs = inputs.logprobs.detach()
+            def of_tokens(values_BC: torch.Tensor) -> torch.Tensor:
+                """[N], of the tokens that carry loss."""
+                return values_BC.detach()[rows, columns]
+
+            ratio, importance = of_tokens(loss.policy.ratio), of_tokens(loss.importance)
+            differences = mismatch(
+                of_tokens(inputs.old_logprobs), of_tokens(inputs.sampler_logprobs)
+            )
+            values |= {
+                "policy/entropy": of_tokens(entropy).mean(),
+                "policy/clip_fraction": of_tokens(loss.policy.clipped).float().mean(),
+                "policy/ratio_mean": ratio.mean(),
+                "policy/ratio_max": ratio.max(),
+                **{f"mismatch/{n}": d for n, d in zip(Mismatch._fields, differences, strict=True)},
+                "mismatch/weight_mean": importance.mean(),
+                "mismatch/weight_capped": (importance >= importance_cap).float().mean(),
+            }
             for estimator in ("k1", "k3"):
-                kl = kl_per_token(logprobs, reference, estimator)[rows, columns]
-                values[f"kl/reference_{estimator}"] = kl.mean()
-        return values
+                values[f"mismatch/{estimator}"] /= len(tokens_N2)
+                if reference is not None:
+                    kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)
+                    values[f"kl/reference_{estimator}"] = of_tokens(kl).mean()
+        vector = torch.stack([value.detach().double() for value in values.values()])
+        self._measured.append((len(tokens_N2), list(values), vector))
 
     def _fetch(self) -> None:
         """Fetch the values measured since the last call in one copy; add them to `metrics`."""
         if not self._measured:
             return
         fetched = iter(torch.cat([vector for *_, vector in self._measured]).tolist())
-        for names, num_tokens, _ in self._measured:
-            values = dict(zip(names, fetched))  # noqa: B905 - values of later micro-batches follow
-            for name in ("total", "policy", "kl"):
-                self.losses[name] = self.losses.get(name, 0.0) + values.pop(f"loss/{name}")
-            if not num_tokens:
-                continue
-            self.metrics.total("tokens/trained", num_tokens)
-            self.num_tokens += num_tokens
-            self.metrics.maximum("policy/ratio_max", values.pop("policy/ratio_max"))
-            self.metrics.maximum("mismatch/max_abs_dlogp", values.pop("max_abs_dlogp"))
-            self.weight += values.pop("weight")
-            self.weight_squared += values.pop("weight_squared")
-            for estimator in ("k1", "k3"):
-                values[f"mismatch/{estimator}"] = values.pop(estimator) / num_tokens
-            for name, value in values.items():
-                self.metrics.add(name, value, num_tokens)
+        for num_tokens, names, _ in self._measured:
+            self.sums["tokens"] += num_tokens
+            if num_tokens:
+                self.metrics.total("tokens/trained", num_tokens)
+            for name, value in zip(names, fetched):  # noqa: B905 - values of later ones follow
+                if name in SUMS:
+                    self.sums[name] += value
+                elif name in MAXIMA:
+                    self.metrics.maximum(name, value)
+                else:
+                    self.metrics.add(name, value, num_tokens)
         self._measured.clear()
 
     def add_rise(self, products: Sequence[float], dist: Dist) -> None:
@@ -329,16 +313,15 @@ class LearnerMetrics:
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
         """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
         self._fetch()
-        for name, value in self.losses.items():
-            self.metrics.total(f"loss/{name}", value * gradient_scale / num_steps)
-        self.losses.clear()
+        for name in LOSSES:
+            self.metrics.total(name, self.sums.pop(name, 0.0) * gradient_scale / num_steps)
 
     def report(self, learning_rate: float, dist: Dist) -> Metrics:
         """All metrics, including those computed from sums over all ranks. Collective."""
         metrics = self.metrics
         metrics.add("optimizer/learning_rate", learning_rate)
         num_tokens, weight, squared = dist.sum_floats(
-            [self.num_tokens, self.weight, self.weight_squared]
+            [self.sums[name] for name in ("tokens", *WEIGHTS)]
         )
         if num_tokens:
             metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
@@ -420,8 +403,6 @@ class TrainStep:
     """In the order of the steps; the first is computed with the weights of the rollout."""
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
-    collective: bool
-    """Whether every rank must take part in each forward (ZeRO-3)."""
     optimizer_step: Callable[[float, float], StepOutcome]
     """`Backend.step`, called with (learning rate, gradient scale)."""
     measures_rise: bool = False
@@ -441,6 +422,7 @@ class TrainStep:
     """The backwards of the first step, if it `measures_rise`: rows, log-probs and loss mask."""
 
     def __post_init__(self) -> None:
+        self.collective = is_sharded(self.policy.module)
         self._learner_metrics = LearnerMetrics(self.dist.device)
         limit = self.config.optimizer.max_kept_tokens
         self._max_kept_tokens = math.inf if limit is None else limit

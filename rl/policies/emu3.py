@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from rl.api.data import RowCheck
-from rl.api.plugin import ModelFiles, unread
+from rl.api.plugin import ModelFiles
 from rl.api.policy import LoraSection, PolicySetup
 from rl.api.types import (
     Action,
@@ -30,7 +30,7 @@ from rl.api.types import (
     TokenOutputs,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_TOKENS, RunConfig
+from rl.config.schema import MAX_TOKENS, RunConfig, Unread
 from rl.policies import prompting
 from rl.policies.policy_base import (
     TEXT_FILES,
@@ -112,7 +112,6 @@ class Emu3Prompts:
         self._prefill = prefill
         self._constrained = constrained
         self._max_prompt_tokens = max_prompt_tokens
-        self._specials = tuple(prompting.special_texts(tokenizer))
 
     def prompt(self, sample: Sample, max_completion_tokens: float = math.inf) -> Prompt:
         """Raises UnusableSampleError naming the sample when its codes are missing or have no
@@ -133,11 +132,8 @@ class Emu3Prompts:
             ) from error
         height, width = codes.shape
         prefill = self._filled_prefill(height, width)
-        if any(special in sample.instruction for special in self._specials):
-            text_ids = prompting.plain_ids(self.tokenizer, sample.instruction)
-            text_ids += prompting.ids_of(self.tokenizer, prefill)
-        else:
-            text_ids = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
+        template = PromptTemplate("{instruction}" + prefill)
+        text_ids = prompting.tokenize(self.tokenizer, template, sample.instruction)
         ids = (self.vocabulary.beginning, *picture, *text_ids)
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
@@ -214,7 +210,8 @@ def read_picture(
     token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
 ) -> tuple[list[int], np.ndarray | str, list[int]]:
     """(ids before the image token, all ids if there is none; the first picture as [h, w] int32
-    codes, or why it does not fit `grid` (rows, columns); ids after the picture)."""
+    codes, or why it does not fit `grid` (rows, columns), which starts with a stable word; ids after
+    the picture)."""
     import numpy as np
 
     ids = list(token_ids)
@@ -224,42 +221,28 @@ def read_picture(
         return ids, "no image token: the completion holds words alone", []
     start = ids.index(vocabulary.image) + 1
     ends = {vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence}
-    end = next((t for t in range(start, len(ids)) if ids[t] in ends), None)
-    rows: list[list[int]] = [[]]
-    for token_id in ids[start:end]:
-        if token_id == vocabulary.end_of_row:
-            rows.append([])
-        else:
-            rows[-1].append(token_id)
-    if not rows[-1]:  # an empty rest after the last end-of-row
-        rows.pop()
-    failure = _failure(rows, grid, vocabulary, cut=end is None)
-    before, after = ids[: start - 1], [] if end is None else ids[end:]
-    if failure:
-        return before, failure, after
-    codes = np.array(rows, dtype=np.int32) - np.int32(vocabulary.visual_start)
-    return before, codes, after
-
-
-def _failure(
-    rows: Sequence[Sequence[int]], grid: tuple[int, int], vocabulary: ImageVocabulary, cut: bool
-) -> str | None:
-    """Why `rows` are not a picture of size `grid`; the first word is stable, for counting."""
+    end = next((t for t in range(start, len(ids)) if ids[t] in ends), len(ids))
+    before, drawn, after = ids[: start - 1], ids[start:end], ids[end:]
     height, width = grid
-    start, end = vocabulary.visual_start, vocabulary.visual_end
-    num_strangers = sum(not start <= token_id < end for row in rows for token_id in row)
-    if num_strangers:
-        return f"strangers: {num_strangers} tokens among the rows are not visual tokens"
-    if cut and (len(rows) < height or len(rows[-1]) < width):
-        return f"cut off: the completion ends in row {max(len(rows), 1)} of {height}"
-    ragged = sorted({len(row) for row in rows})
-    if len(ragged) > 1:
-        return f"ragged: rows of {ragged[0]} to {ragged[-1]} visual tokens"
-    if len(rows) != height:
-        return f"rows: {len(rows)} of them, the source has {height}"
-    if ragged != [width]:
-        return f"columns: {ragged[0]} of them, the source has {width}"
-    return None
+    num_expected = height * (width + 1)
+    if len(drawn) == num_expected - 1:
+        drawn.append(vocabulary.end_of_row)  # the last one may be missing
+    if len(drawn) == num_expected:
+        rows = np.array(drawn, dtype=np.int32).reshape(height, width + 1)
+        codes = rows[:, :-1] - np.int32(vocabulary.visual_start)
+        num_codes = vocabulary.visual_end - vocabulary.visual_start
+        are_codes = (codes >= 0).all() and (codes < num_codes).all()
+        if are_codes and (rows[:, -1] == vocabulary.end_of_row).all():
+            return before, codes, after
+    num_rows = drawn.count(vocabulary.end_of_row)
+    if len(drawn) < num_expected and not after:
+        row = min(num_rows + 1, height)
+        return before, f"cut off: the completion ends in row {row} of {height}", after
+    failure = (
+        f"grid: {len(drawn)} tokens in {num_rows} rows, not {height} rows of {width} visual tokens "
+        "and an end of row"
+    )
+    return before, failure, after
 
 
 # ---- emu3 loading --------------------------------------------------------------------------------
@@ -303,16 +286,16 @@ class Config(TrainedPolicyConfig):
     train_text_tokens_only: bool = False
     """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
     visual tokens alone in the others."""
-    text_only_cycle_steps: Cycle = 10
+    text_only_cycle_steps: Annotated[Cycle, Unread("train_text_tokens_only", False)] = 10
     """Length of that cycle, iterations."""
-    text_only_steps: Steps = 10
+    text_only_steps: Annotated[Steps, Unread("train_text_tokens_only", False)] = 10
     """Of these, how many train text."""
     train_vision_tokens_only: bool = False
     """Train visual tokens alone in the first `vision_only_steps` iterations of every
     `vision_only_cycle_steps`, everything in the others."""
-    vision_only_cycle_steps: Cycle = 10
+    vision_only_cycle_steps: Annotated[Cycle, Unread("train_vision_tokens_only", False)] = 10
     """Length of that cycle, iterations."""
-    vision_only_steps: Steps = 10
+    vision_only_steps: Annotated[Steps, Unread("train_vision_tokens_only", False)] = 10
     """Of these, how many train visual tokens alone."""
 
     def trained(self, iteration: int) -> tuple[bool, bool]:
@@ -426,8 +409,7 @@ def load_model(config: Config) -> Any:
 
 def model_folder(config: Config) -> Path:
     """The folder of weights and text files, downloaded if needed."""
-    patterns = [*TEXT_FILES, "*.safetensors"]
-    return local_folder(config.model_path, config.revision, patterns)
+    return local_folder(config.model_path, config.revision, [*TEXT_FILES, "*.safetensors"])
 
 
 # ---- emu3 ----------------------------------------------------------------------------------------
@@ -508,15 +490,14 @@ class Emu3(TrainedPolicy[Config]):
         weights = ModelFiles(
             "model_path", config.model_path, cls.model_types, revision=config.revision
         )
-        tokenizer_files = TOKENIZER_FILES
         if not config.tokenizer_path:
-            return [replace(weights, files=tokenizer_files)]
+            return [replace(weights, files=TOKENIZER_FILES)]
         tokenizer = ModelFiles(
             "tokenizer_path",
             config.tokenizer_path,
             config_required=False,
             weights=(),
-            files=tokenizer_files,
+            files=TOKENIZER_FILES,
         )
         return [weights, tokenizer]
 
@@ -544,17 +525,6 @@ class Emu3(TrainedPolicy[Config]):
                 "before sampling is constrained; end the prefill before it"
             )
         return errors
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        for kind, is_on in (
-            ("text", config.train_text_tokens_only),
-            ("vision", config.train_vision_tokens_only),
-        ):
-            if not is_on:
-                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
-                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
     def engine_folder(self) -> str:
         """A folder of links to the weights, with config and tokenizer files in transformers'

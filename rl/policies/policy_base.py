@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
+from rl.api.plugin import ModelFiles, PlacedConfig, too_old
 from rl.api.policy import Decoder, LoraSection, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
-from rl.config.loading import not_a_file
-from rl.config.schema import RunConfig
-from rl.console import warn
+from rl.config.loading import is_folder, not_a_file
+from rl.config.schema import RunConfig, Unread
 from rl.meter import MATRICES, prefix_tree_pairs
 from rl.model_files import (
     ADAPTER_CONFIG,
@@ -42,20 +40,17 @@ if TYPE_CHECKING:
 # ---- model loading -------------------------------------------------------------------------------
 # Finds or downloads model files, and adds a LoRA adapter to a loaded model.
 
-TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Patterns of all files in a model's repository except weights and code."""
 
 
-def local_folder(
-    path: str, revision: str | None = None, patterns: Sequence[str] | None = None
-) -> Path:
+def local_folder(path: str, revision: str | None = None, patterns: list[str] | None = None) -> Path:
     """`path` if it is a folder, else a download of that hub id's files that match `patterns`."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    allowed = None if patterns is None else list(patterns)
-    return Path(snapshot_download(path, revision=revision, allow_patterns=allowed))
+    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
 
 
 def folder_here(path: str, revision: str | None, names: Iterable[Sequence[str]]) -> Path | None:
@@ -95,8 +90,9 @@ def adapt(
     all weights become trainable. A new LoRA is initialised with the seed `lora.init_seed`, or with
     `seed` if that is None.
 
-    Raises ValueError when `lora.target_modules` has a name that no layer has, or when
-    `adapter_path` holds tensors for other layers. The model must still be on the CPU.
+    Raises ValueError when no layer has a name of `lora.target_modules` (`TrainedPolicy.problems`
+    refuses each unknown name), or when `adapter_path` holds tensors for other layers. The model
+    must still be on the CPU.
     """
     if lora is None:
         return model.requires_grad_(True)
@@ -106,16 +102,6 @@ def adapt(
     from peft import LoraConfig, get_peft_model
 
     names = list(lora.target_modules)
-    linear = [layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    candidates = [layer for layer in linear if re.fullmatch(within or ".*", layer)]
-    candidate_names = {layer.rpartition(".")[2] for layer in candidates}
-    # PEFT raises only when none of the names matches.
-    if unmatched := [name for name in names if not _names_a_layer(name, candidates)]:
-        raise ValueError(
-            "policy.lora.target_modules: no layer of this model"
-            f"{' that may be adapted' if within else ''} is named {', '.join(map(repr, unmatched))}"
-            f", so it would train nothing; choose from: {', '.join(sorted(candidate_names))}"
-        )
     # The vision tower's patch convolution has the same name as one of its linear layers.
     not_linear = [
         layer
@@ -159,20 +145,7 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
             f"layer of the model, and {len(keys.missing_keys)} tensors of adapted layers are not "
             f"in it ({first}); {remedy}"
         )
-    layers = dict(model.named_modules())
-    targets = adapted.peft_config["default"].target_modules
-    names = () if isinstance(targets, str) else sorted(targets)
-    if unmatched := [repr(name) for name in names if not _names_a_layer(name, layers)]:
-        warn(
-            f"{subject}: its {ADAPTER_CONFIG} names {', '.join(unmatched)}, but no layer of this "
-            "model has such a name; the entry trains nothing"
-        )
     return adapted
-
-
-def _names_a_layer(name: str, layers: Iterable[str]) -> bool:
-    """Whether the path of a layer is `name` or ends with it ('self_attn.q_proj')."""
-    return any(f".{layer}".endswith(f".{name}") for layer in layers)
 
 
 # ---- policy base ---------------------------------------------------------------------------------
@@ -193,7 +166,7 @@ class TrainedPolicyConfig(PolicyConfig):
 
     model_path: str
     """Folder or hub id of the weights."""
-    revision: str | None = None
+    revision: Annotated[str | None, Unread("model_path", is_folder)] = None
     """Hub revision of model_path; null = newest."""
     adapter_path: str = ""
     """PEFT adapter to start from: its folder, a run folder (its newest intact checkpoint) or one of
@@ -261,10 +234,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return Base(config.model_path, config.revision)
 
     @classmethod
-    def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
-        return [config.model_path]
-
-    @classmethod
     def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
         kinds = (cls.model_types, cls.model_classes)
         return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]
@@ -306,15 +275,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:
         """Names of the linear layers that `lora.target_modules` may name."""
         return set(MATRICES)
-
-    @classmethod
-    def no_effect(cls, config: TrainedConfigT) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if Path(config.model_path).is_dir():
-            yield from unread(config, "revision", "model_path is a folder")
-        if config.lora is not None and config.adapter_path:
-            keys = "target_modules init_seed"
-            yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
@@ -406,11 +366,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """LoRA: within this context the adapter is off. Full fine-tuning: as `reference`."""
-        if not self.module.adapted:
-            with self.reference():
-                yield
-            return
-        with self.module.model.disable_adapter():
+        adapted = self.module.adapted
+        with self.module.model.disable_adapter() if adapted else self.reference():
             yield
 
     @contextmanager
@@ -419,7 +376,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         LoRA: the adapter is off, or has the weights that the run started from. Full fine-tuning:
         the initial checkpoint's weights, kept on the CPU from the first use on, replace the trained
-        ones. Raises ValueError for that under ZeRO-3, which holds no complete tensors to swap.
+        ones. Raises ValueError for that under ZeRO-3, which holds no complete tensors to swap; an
+        adapter is gathered there, written, and written back.
         """
         if self.module.adapted and self._start is None:
             with self.base_model():
@@ -427,8 +385,17 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             return
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if is_sharded(self.module):
-            with self._sharded_start(trained):
+            start = self._start
+            if start is None:
+                raise ValueError(
+                    "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                    "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+                )
+            now = _written(trained, {name: start[name.removeprefix(WRAPPER)] for name in trained})
+            try:
                 yield
+            finally:
+                _written(trained, now)
             return
         before = self._base if self._start is None else self._start
         trained_data = {name: parameter.data for name, parameter in trained.items()}
@@ -440,21 +407,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         finally:
             for name, parameter in trained.items():
                 parameter.data = trained_data[name]
-
-    @contextmanager
-    def _sharded_start(self, trained: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
-        """`reference` under ZeRO-3: the adapter is gathered, written, and written back."""
-        start = self._start
-        if start is None:
-            raise ValueError(
-                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
-                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
-            )
-        now = _written(trained, {name: start[name.removeprefix(WRAPPER)] for name in trained})
-        try:
-            yield
-        finally:
-            _written(trained, now)
 
     @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
@@ -488,13 +440,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             (path / ADAPTER_CONFIG).write_text(text)
             _write_safetensors(path / "adapter_model.safetensors", exported)
             return
-        self._save_other_files(path)
-        _write_safetensors(path / "model.safetensors", {**self._base, **exported})
-
-    def _save_other_files(self, path: Path) -> None:
-        """Save the files of a transformers folder other than the weights."""
         self.module.base_model.config.to_json_file(path / "config.json")
-        self.prompts.tokenizer.save_pretrained(path)
+        self.save_prompt_files(self.config, path)
+        _write_safetensors(path / "model.safetensors", {**self._base, **exported})
 
     def _as_exported(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors under the names that engines and checkpoints use."""

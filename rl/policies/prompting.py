@@ -23,10 +23,11 @@ MAX_PICTURES = 16
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:
-    """Qwen's chat format, for renderers without a prompt template; pictures are adjacent."""
+    """Qwen's chat format, for renderers without a prompt template; pictures, if there are any, are
+    adjacent."""
     system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
     user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
-    return PromptTemplate(system + user, max_pictures=MAX_PICTURES)
+    return PromptTemplate(system + user, max_pictures=MAX_PICTURES, min_pictures=0)
 
 
 def sources_of(sample: Sample, max_pictures: int) -> tuple[Image, ...]:
@@ -41,11 +42,12 @@ def sources_of(sample: Sample, max_pictures: int) -> tuple[Image, ...]:
 
 
 def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
-    """The template of a prompt with `num_pictures` pictures: one `{image}` for each."""
-    slot = template.picture.replace(_BRACKETED, "{image}")
-    slots = [slot.replace("{number}", str(number)) for number in range(1, num_pictures + 1)]
-    text = template.text.replace(_BRACKETED, "{image}")
-    return replace(template, text=text.replace("{image}", template.between_pictures.join(slots)))
+    """The template of a prompt with `num_pictures` pictures: the tokens of each are in its text."""
+    template = spelled_out(template)
+    numbers = range(1, num_pictures + 1)
+    slots = [template.picture.replace("{number}", str(number)) for number in numbers]
+    text = template.text.replace("{image}", template.between_pictures.join(slots))
+    return replace(template, text=text)
 
 
 def spelled_out(template: PromptTemplate) -> PromptTemplate:
@@ -71,7 +73,7 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
             f"times: {template.text!r}"
         )
     before, after = parts
-    if not any(special in instruction for special in special_texts(tokenizer)):
+    if not any(token.content in instruction for token in tokenizer.added_tokens_decoder.values()):
         return ids_of(tokenizer, before + instruction + after)
     return ids_of(tokenizer, before) + plain_ids(tokenizer, instruction) + ids_of(tokenizer, after)
 
@@ -92,11 +94,6 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     pieces = [text[start:end] for start, end in pairwise(cuts)]
     ids = tokenizer(pieces, add_special_tokens=False, split_special_tokens=True).input_ids
     return [token_id for piece in ids for token_id in piece]
-
-
-def special_texts(tokenizer: Any) -> list[str]:
-    """The texts of the tokens that were added to the vocabulary, special or not."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
 def banned_ids(tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> tuple[int, ...]:
@@ -122,22 +119,6 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
     return len(prefix)
 
 
-def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
-    """How many trailing tokens are the template's text after the instruction.
-
-    Raises ValueError when the prompt's tokens do not end with that text's tokens.
-    """
-    text = template.text.partition("{instruction}")[2]
-    suffix = ids_of(tokenizer, text)
-    if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
-        raise ValueError(
-            f"policy.thought: no request to think can be added after the instruction, because "
-            f"this tokenizer merges it with the text that follows, {text!r}; use a template with "
-            "a special token there"
-        )
-    return len(suffix)
-
-
 def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int]) -> list[int]:
     """Repeat each placeholder to its picture's number of image tokens.
 
@@ -152,15 +133,6 @@ def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int
     for token in token_ids:
         expanded += [token] * (next(remaining) if token == image_id else 1)
     return expanded
-
-
-def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
-    """`image` at about `area_px` pixels, by Lanczos as in diffusers' Qwen-Image-Edit pipelines
-    before their own encoder."""
-    from PIL import Image as PILImage
-
-    size = size_of_area(image.width, image.height, area_px, multiple_px)
-    return image.resize(size, PILImage.Resampling.LANCZOS)
 
 
 def size_of_area(width: int, height: int, area_px: int, multiple_px: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cachetools import LRUCache
 
 from rl.api.data import RowCheck
-from rl.api.plugin import ModelFiles, unread
+from rl.api.plugin import ModelFiles
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
@@ -26,13 +26,7 @@ from rl.api.types import (
 from rl.model_files import Base
 from rl.policies import prompting, qwen_vl_prompts
 from rl.policies.packing import completion_spans
-from rl.policies.policy_base import (
-    TEXT_FILES,
-    TrainedPolicy,
-    link_files,
-    load_tokenizer,
-    local_folder,
-)
+from rl.policies.policy_base import TEXT_FILES, TrainedPolicy, link_files, local_folder
 from rl.policies.qwen_vl_prompts import (
     FILES,
     Config,
@@ -42,6 +36,7 @@ from rl.policies.qwen_vl_prompts import (
     Tower,
     load_image_processor,
     load_model,
+    load_prompts,
 )
 from rl.ranks.dist import is_sharded
 
@@ -72,7 +67,6 @@ class QwenVL(TrainedPolicy[Config]):
 
     emits = frozenset({"hidden_states", "text"})
     refused_with_template = frozenset({"system_prompt"})
-    keys_for_states = frozenset({"conditioning"})
     max_sources = prompting.MAX_PICTURES
     thinks = True
     loading = qwen_vl_prompts
@@ -86,13 +80,7 @@ class QwenVL(TrainedPolicy[Config]):
 
         super().__init__(config, setup)
         template = setup.template or prompting.chat_template(config.system_prompt)
-        self.prompts = QwenPrompts(
-            load_tokenizer(config),
-            load_image_processor(config),
-            template,
-            needs_picture=setup.template is not None and template.needs_picture,
-            max_prompt_tokens=config.max_prompt_tokens,
-        )
+        self.prompts = load_prompts(config, template)
         self.stop_token_ids = self.prompts.stop_ids
         self.thinking = Thinking(self.prompts, config.thought, setup.kind == "text")
         self.image_pixel_bounds = self.prompts.picture_bounds
@@ -150,23 +138,9 @@ class QwenVL(TrainedPolicy[Config]):
         load_image_processor(config).save_pretrained(folder)
 
     @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if not config.init_text_encoder_from:
-            reason = "init_text_encoder_from is empty, and the weights are model_path's"
-            yield from unread(config, "text_encoder_subfolder", reason)
-
-    @classmethod
     def adaptable(cls, config: Config) -> Set[str]:
         tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
         return super().adaptable(config) | tower
-
-    @classmethod
-    def reads_from(cls, config: Config) -> Sequence[str]:
-        editor = config.init_text_encoder_from
-        if not editor:
-            return [config.model_path]
-        return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
     @classmethod
     def has_frozen_tower(cls, config: Config) -> bool:
@@ -326,10 +300,6 @@ class QwenVL(TrainedPolicy[Config]):
             states_of |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(states_of)
         return [states_of[key] for key in keys_B]
-
-    def _save_other_files(self, path: Path) -> None:
-        super()._save_other_files(path)
-        self.prompts.image_processor.save_pretrained(path)
 
 
 # ---- qwen2 5 vl ----------------------------------------------------------------------------------

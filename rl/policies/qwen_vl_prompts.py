@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -15,7 +16,7 @@ from weakref import WeakKeyDictionary
 from cachetools import LRUCache
 from pydantic import Field
 
-from rl.api.policy import ThoughtSection
+from rl.api.policy import NO_STATES, ThoughtSection
 from rl.api.types import (
     NO_MARKER,
     UNFINISHED_THOUGHT,
@@ -26,7 +27,7 @@ from rl.api.types import (
     Sample,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_COUNT
+from rl.config.schema import MAX_COUNT, Unread
 from rl.files import read_object
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
@@ -81,6 +82,9 @@ class Thinking:
         self._section = section
         self._request_ids: list[int] = []
         self._marker_ids: list[int] = []
+        after = prompts.template.text.partition("{instruction}")[2]
+        self._ids_after = prompting.ids_of(prompts.tokenizer, after)
+        """What a prompt has behind the instruction."""
         if section is None:
             return
         self._marker_ids = prompting.ids_of(prompts.tokenizer, section.marker)
@@ -97,10 +101,17 @@ class Thinking:
 
     def prompt_to_sample(self, plain: Prompt) -> Prompt:
         """The prompt to sample from: `plain` with the request to think inserted after the
-        instruction. Raises UnusableSampleError if it is too long."""
+        instruction. Raises UnusableSampleError if it is too long, and ValueError if the tokenizer
+        merges the instruction with what follows."""
         if self._section is None:
             return plain
-        end = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
+        end = len(plain.token_ids) - len(self._ids_after)
+        if list(plain.token_ids[end:]) != self._ids_after:
+            raise ValueError(
+                "policy.thought: no request to think can be added after the instruction, because "
+                "this tokenizer merges it with the text that follows; use a template with a "
+                f"special token there, not {self._prompts.template.text!r}"
+            )
         ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
         length = len(ids) + len(self._marker_ids)  # as in `cut_short`
         limit = self._prompts.max_prompt_tokens
@@ -129,7 +140,7 @@ class Thinking:
         thought, the completion has none, even if it contains the marker."""
         if self._section is not None and prompt.without_thought is not None:
             return self.split(ids, self._section)
-        text = self._prompts.text(ids) if ids else prompt.sample.instruction
+        text = self._decoded(ids).strip() if ids else prompt.sample.instruction
         return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
 
     def split(self, ids: Sequence[int], section: ThoughtSection) -> Written:
@@ -172,13 +183,11 @@ class Thinking:
         decoded = self._decoded(ids)
         words = decoded[end:].lstrip()
         before = decoded.removesuffix(words)
-        low, high = 0, len(ids)
-        while low < high:  # the fewest tokens whose text begins with `before`
-            middle = (low + high) // 2
-            if self._decoded(ids[:middle]).startswith(before):
-                high = middle
-            else:
-                low = middle + 1
+        # The fewest tokens whose text begins with `before`.
+        lengths = range(len(ids) + 1)
+        low = bisect_left(
+            lengths, True, key=lambda length: self._decoded(ids[:length]).startswith(before)
+        )
         if self._decoded(ids[:low]) == before:
             return low, tuple(ids[low:])
         # Ids that start inside a multi-token character do not decode to a suffix of `words`.
@@ -219,7 +228,7 @@ class Thinking:
         tokens; the states that it gets attended to them."""
         if prompt.without_thought is None:
             return len(prompt.token_ids), len(prompt.token_ids), 0
-        end = len(prompt.token_ids) - self._prompts.num_tokens_after(prompt.plain)
+        end = len(prompt.token_ids) - len(self._ids_after)
         num_request_tokens = len(prompt.token_ids) - len(prompt.plain.token_ids)
         return end - num_request_tokens, end, self.read(prompt, ids).num_thought_tokens
 
@@ -382,13 +391,13 @@ class Config(TrainedPolicyConfig):
     """Folder or hub id: tokenizer, image processor and (usually) weights."""
     init_text_encoder_from: str = ""
     """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
-    text_encoder_subfolder: str = "text_encoder"
+    text_encoder_subfolder: Annotated[str, Unread("init_text_encoder_from", "")] = "text_encoder"
     """The text encoder's subfolder in that editor."""
     freeze_vision_tower: bool = True
     """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
     system_prompt: str = "You are a helpful assistant."
     """For renderers that bring no template of their own; '' = no system turn."""
-    conditioning: Literal["policy", "base"] = "policy"
+    conditioning: Annotated[Literal["policy", "base"], NO_STATES] = "policy"
     """Weights that make the renderer's hidden states: 'policy', the trained ones (the same forward
     gives the old log-probs), or 'base', the untrained ones (the renderer sees no drifted state)."""
     image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
@@ -454,13 +463,6 @@ MAX_SIDE_SUM = 14.3
 """(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
 
 
-def after_rounding(area_px: int, added_px: int) -> int:
-    """Upper limit of the area of a picture of `area_px`, of a shape that the processor accepts,
-    after rounding adds up to `added_px` to each side. The template may round a thin side up to a
-    whole multiple; the processor's rounding adds at most half a token's side."""
-    return int(area_px + added_px * MAX_SIDE_SUM * area_px**0.5 + added_px**2)
-
-
 def no_picture(sample: Sample) -> UnusableSampleError:
     return UnusableSampleError(
         f"sample {sample.id!r} has no source picture, but the prompt template has one; give it "
@@ -472,18 +474,11 @@ class QwenPrompts:
     """Builds prompts from one template, with a tokenizer and an image processor."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        image_processor: Any,
-        template: PromptTemplate,
-        needs_picture: bool,
-        max_prompt_tokens: int,
+        self, tokenizer: Any, image_processor: Any, template: PromptTemplate, max_prompt_tokens: int
     ) -> None:
-        """`needs_picture`: a sample without one is an error, not a text-only prompt."""
         self.tokenizer = tokenizer
         self.image_processor = image_processor
-        self._template = template
-        self._needs_picture = needs_picture
+        self.template = template
         self.max_prompt_tokens = max_prompt_tokens
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.convert_tokens_to_ids(STOP_TOKENS))
         """The first one ends the turn."""
@@ -496,8 +491,8 @@ class QwenPrompts:
         a prompt."""
         import torch
 
-        has_picture = "{image}" in self._template.text
-        max_pictures = self._template.max_pictures
+        has_picture = "{image}" in self.template.text
+        max_pictures = self.template.max_pictures
         sources = prompting.sources_of(sample, max_pictures) if has_picture else ()
         bare = self.without_pictures(sample, instruction, [source.size for source in sources])
         images = tuple(map(self._sized, sources))
@@ -512,19 +507,18 @@ class QwenPrompts:
     ) -> Prompt:
         """The prompt with the tokens of pictures of these sizes, (width, height) in px, but without
         the pictures. Raises UnusableSampleError as `prompt` does."""
-        if "{image}" not in self._template.text:
+        if "{image}" not in self.template.text:
             sizes = ()
-        if self._needs_picture and not sizes:
+        if self.template.needs_picture and not sizes:
             raise no_picture(sample)
         try:
-            final_sizes = [self._final_size(*size) for size in sizes]
+            lengths = [self._num_tokens(self._final_size(*size)) for size in sizes]
         except ValueError as error:
             given = ", ".join(f"{width}x{height}" for width, height in sizes)
             raise UnusableSampleError(
                 f"sample {sample.id!r}: the image processor refuses a source picture ({given} px): "
                 f"{error}; crop it, or drop the sample"
             ) from error
-        lengths = [width * height // self._token_px**2 for width, height in final_sizes]
         return self._tokenized(sample, instruction, lengths, self.max_prompt_tokens)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
@@ -532,21 +526,20 @@ class QwenPrompts:
         kept = prompt.token_ids[prompt.num_dropped_tokens :]
         slots = [index for index, token in enumerate(kept) if token == self._image_id]
         ranges, start = [], 0
-        for length in self._lengths(prompt.model_inputs if prompt.images else {}):
+        for image in prompt.images:
+            length = self._num_tokens(image.size)
             ranges.append(range(slots[start], slots[start] + length))
             start += length
         return tuple(ranges)
 
-    def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Number of tokens of each picture in these `model_inputs`."""
-        merged = self.image_processor.merge_size**2
-        grids = inputs["image_grid_thw"].tolist() if inputs else []
-        return [math.prod(grid) // merged for grid in grids]
+    def _num_tokens(self, size: tuple[int, int]) -> int:
+        """Number of tokens of a picture that has its final size."""
+        return math.prod(size) // self._token_px**2
 
     def with_instruction(self, prompt: Prompt, instruction: str) -> Prompt:
         """The same prompt with another instruction, of any length, whose pictures are not processed
         again."""
-        lengths = self._lengths(prompt.model_inputs if prompt.images else {})
+        lengths = [self._num_tokens(image.size) for image in prompt.images]
         bare = self._tokenized(prompt.sample, instruction, lengths, math.inf)
         return replace(bare, images=prompt.images, model_inputs=prompt.model_inputs)
 
@@ -554,11 +547,11 @@ class QwenPrompts:
         self, sample: Sample, instruction: str, lengths: Sequence[int], limit: float
     ) -> Prompt:
         """The prompt with pictures of these numbers of tokens, but without the pictures."""
-        template = prompting.for_pictures(self._template, len(lengths))
+        template = prompting.for_pictures(self.template, len(lengths))
         short_ids = prompting.tokenize(self.tokenizer, template, instruction)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > limit:
-            has_area = self._template.image_area_px is not None
+            has_area = self.template.image_area_px is not None
             area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
@@ -581,9 +574,9 @@ class QwenPrompts:
         ValueError for a picture that the processor refuses."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        if self._template.image_area_px is not None:
+        if self.template.image_area_px is not None:
             width, height = prompting.size_of_area(
-                width, height, self._template.image_area_px, self._template.image_multiple_px
+                width, height, self.template.image_area_px, self.template.image_multiple_px
             )
         size, before = (height, width), (0, 0)
         while size != before:  # of a thin picture, the processor shortens its own result again
@@ -606,10 +599,9 @@ class QwenPrompts:
         size = self._final_size(*image.size)
         # Treat every form of transparency as in the picture that the VAE gets.
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
-        if self._template.image_area_px is not None:
-            image = prompting.resize_to_area(
-                image, self._template.image_area_px, self._template.image_multiple_px
-            )
+        if (area := self.template.image_area_px) is not None:  # as in diffusers' pipelines
+            area_size = prompting.size_of_area(*image.size, area, self.template.image_multiple_px)
+            image = image.resize(area_size, PILImage.Resampling.LANCZOS)
         image = over_white(image)  # after the resize, which needs the transparency at edges
         return image.resize(size, PILImage.Resampling(self.image_processor.resample))
 
@@ -619,23 +611,18 @@ class QwenPrompts:
         is lower if the template's area, after all rounding of the sides, stays below it."""
         size = self.image_processor.size
         smallest, largest = size["shortest_edge"], size["longest_edge"]
-        if (area := self._template.image_area_px) is not None:
-            multiple = self._template.image_multiple_px
+        if (area := self.template.image_area_px) is not None:
+            # The template may round a thin side up to a whole multiple; the processor's rounding
+            # adds at most half a token's side.
+            added_px = self.template.image_multiple_px + self._token_px // 2
             area = max(smallest, area)
-            largest = min(largest, after_rounding(area, multiple + self._token_px // 2))
+            rounded = int(area + added_px * MAX_SIDE_SUM * area**0.5 + added_px**2)
+            largest = min(largest, rounded)
         return smallest, largest
-
-    def num_tokens_after(self, prompt: Prompt) -> int:
-        """Number of tokens of `prompt` after the instruction."""
-        return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Ids of `text` and the stop token, as the policy would have written them."""
         return (*prompting.plain_ids(self.tokenizer, text), self.stop_ids[0])
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode without special tokens and surrounding white space."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
         """All pictures of the prompts, in order."""
@@ -660,6 +647,12 @@ class QwenPrompts:
         return self._picture_keys[prompt]
 
 
+def load_prompts(config: Config, template: PromptTemplate) -> QwenPrompts:
+    """Raises OSError naming a file that is missing."""
+    tokenizer, image_processor = load_tokenizer(config), load_image_processor(config)
+    return QwenPrompts(tokenizer, image_processor, template, config.max_prompt_tokens)
+
+
 # ---- qwen vl row check ---------------------------------------------------------------------------
 # Tells before a Qwen-VL's weights are loaded which rows it could build no prompt for.
 
@@ -682,7 +675,6 @@ class QwenRowCheck:
         processor's file is not here."""
         self._config = config
         self._template = template or prompting.chat_template(config.system_prompt)
-        self._needs_picture = template is not None and template.needs_picture
         self._default_slot_px = slot_px
         self._most = lru_cache(maxsize=2**16)(self._most_tokens)
         self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
@@ -695,21 +687,15 @@ class QwenRowCheck:
         sizes: Sequence[tuple[int, int] | None],
         codes: np.ndarray | None,
     ) -> bool:
-        if self._needs_picture and not sizes:
+        if self._template.needs_picture and not sizes:
             raise no_picture(Sample(identity, instruction))
         most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
         if self._is_short(instruction, len(sizes), most):
             return True
         if self._builder is None:
-            least = self._typical() * len(sizes)
-            if least >= self._config.max_prompt_tokens:
-                raise UnusableSampleError(
-                    f"its {len(sizes)} source pictures of some {self._typical()} tokens each fill "
-                    f"the prompt, and policy.max_prompt_tokens is {self._config.max_prompt_tokens}:"
-                    " raise it, or lower renderer.policy_image_area_px"
-                )
+            return False
         known = [size for size in sizes if size is not None]
-        if self._builder is None or len(known) < len(sizes):
+        if len(known) < len(sizes):
             return False
         prompts, thinking = self._builder
         sample = Sample(identity, instruction)
@@ -719,15 +705,11 @@ class QwenRowCheck:
     def _is_short(self, instruction: str, num_pictures: int, most: float) -> bool:
         """Whether the prompt's text certainly has at most `most` tokens."""
         instruction = unicodedata.normalize("NFC", instruction)
-        num_bytes = len(instruction.encode())
-        if self._num_bytes(num_pictures) + num_bytes <= most:
+        if self._num_bytes(num_pictures) + len(instruction.encode()) <= most:
             return True
-        most -= self._num_tokens(num_pictures)
-        if num_bytes <= most or most < 0:
-            return num_bytes <= most
         # In an instruction, the text of a special token is ordinary text, which is longer.
         is_plain = not any(special in instruction for special in self._specials)
-        return is_plain and self._count(instruction) <= most
+        return is_plain and self._num_tokens(num_pictures) + self._count(instruction) <= most
 
     def _text(self, num_pictures: int) -> str:
         """All text of a prompt but its instruction."""
@@ -735,8 +717,7 @@ class QwenRowCheck:
         request = thought.instruction.replace("{marker}", thought.marker) if thought else ""
         words = ["\n", request, thought.marker] if thought else []
         template = prompting.for_pictures(self._template, num_pictures)
-        text = template.text.replace("{image}", prompting.PICTURE).replace("{instruction}", "")
-        return " ".join([text, *words])
+        return " ".join([template.text.replace("{instruction}", ""), *words])
 
     def _count(self, text: str) -> float:
         counter = self._counter
@@ -744,50 +725,32 @@ class QwenRowCheck:
 
     def _most_tokens(self, size: tuple[int, int] | None) -> float:
         """Upper limit of the tokens of a picture."""
-        token_px, area = self._slot_px, self._template.image_area_px
+        slot_px, least_px = self._processor_px
         most_px = self._config.image_max_pixels or math.inf
+        if size is not None and max(size) > MAX_SAFE_RATIO * min(size):
+            return math.inf
         if size is not None:
-            if max(size) > MAX_SAFE_RATIO * min(size):
-                return math.inf
-            width, height = size
-            if area is not None:
-                multiple_px = self._template.image_multiple_px
-                width, height = prompting.size_of_area(*size, area, multiple_px)
-            scale = max(1.0, math.sqrt(self._least_px / (width * height)))
-            added_px = token_px if scale > 1 else token_px / 2
-            most_px = min(most_px, (width * scale + added_px) * (height * scale + added_px))
-        elif area is not None:
-            added_px = self._template.image_multiple_px + token_px // 2
-            most_px = min(most_px, after_rounding(max(area, self._least_px), added_px))
-        return most_px // token_px**2
-
-    def _typical(self) -> int:
-        """Tokens of a picture that the renderer's template brings to its area; 0 without one."""
-        most_px = self._config.image_max_pixels or math.inf
-        return int(min(self._template.image_area_px or 0, most_px) // self._slot_px**2)
+            if (area := self._template.image_area_px) is not None:
+                size = prompting.size_of_area(*size, area, self._template.image_multiple_px)
+            scale = max(1.0, math.sqrt(least_px / math.prod(size)))
+            added_px = slot_px if scale > 1 else slot_px / 2
+            most_px = min(most_px, math.prod(side * scale + added_px for side in size))
+        return most_px // slot_px**2
 
     @cached_property
-    def _numbers(self) -> Mapping[str, Any]:
-        """Those of the image processor's file; {} if it is not here."""
-        for name in reversed(FILES[1]):  # the order of transformers
-            folder = folder_here(self._config.model_path, self._config.revision, [[name]])
-            if numbers := folder and read_object(folder / name):
-                inner = numbers.get("image_processor", numbers)
-                return inner if isinstance(inner, Mapping) else {}
-        return {}
-
-    @cached_property
-    def _slot_px(self) -> int:
-        """Side of the square of pixels that becomes one image token."""
-        sides = [self._numbers.get(key) or 0 for key in ("patch_size", "merge_size")]
-        return math.prod(sides) or self._default_slot_px
-
-    @cached_property
-    def _least_px(self) -> int:
-        """The smallest area of a picture that the model sees."""
-        size = self._numbers.get("size") or {}
-        least = self._numbers.get("min_pixels") or size.get("shortest_edge")
-        return self._config.image_min_pixels or least or MIN_PX
+    def _processor_px(self) -> tuple[int, int]:
+        """(side of the square of pixels that becomes one image token, smallest area of a picture
+        that the model sees), of the image processor if one of its files is here."""
+        numbers: dict[str, Any] = {}
+        path, revision = self._config.model_path, self._config.revision
+        for name in FILES[1]:  # the second one wins, as in transformers
+            if folder := folder_here(path, revision, [[name]]):
+                stored = read_object(folder / name) or {}
+                numbers |= stored.get("image_processor", stored)
+        size = numbers.get("size") or {}
+        least = numbers.get("min_pixels") or size.get("shortest_edge")
+        slot_px = numbers.get("patch_size", 0) * numbers.get("merge_size", 0)
+        return slot_px or self._default_slot_px, self._config.image_min_pixels or least or MIN_PX
 
     @cached_property
     def _counter(self) -> Tokenizer | None:
@@ -820,9 +783,7 @@ class QwenRowCheck:
             return None
         here = self._config.model_copy(update={"model_path": str(self._folder), "revision": None})
         try:
-            tokenizer, processor = load_tokenizer(here), load_image_processor(here)
+            prompts = load_prompts(here, self._template)
         except (ImportError, OSError):
             return None
-        limit = here.max_prompt_tokens
-        prompts = QwenPrompts(tokenizer, processor, self._template, self._needs_picture, limit)
         return prompts, Thinking(prompts, here.thought, renderer_reads_text=False)

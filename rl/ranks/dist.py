@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-from rl.api.plugin import PlacedConfig
 
 if TYPE_CHECKING:
     import torch
@@ -55,11 +52,17 @@ class Dist:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, which the launcher sets as torchrun does, and join
         the group they describe.
 
-        `device`: 'auto' (CUDA if there is any, else the CPU), 'cpu', 'cuda' (the local rank's) or
-        'cuda:<index>'.
-        Raises ValueError when the variables contradict each other or CUDA is asked for and absent.
+        `device`: 'auto' (the local rank's CUDA device if there is any, else the CPU), 'cpu' or
+        'cuda:<index>'. Raises ValueError when a variable is missing, or CUDA is asked for and
+        absent.
         """
-        rank, world_size, local_rank = _read_env(os.environ)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1 and (missing := {"RANK", "LOCAL_RANK"} - os.environ.keys()):
+            raise ValueError(
+                f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start "
+                "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
+            )
+        local_rank = int(os.environ["LOCAL_RANK"]) if world_size > 1 else 0
         device = _resolve_device(device, local_rank)
         if not device.startswith("cuda"):
             # transformers imports an installed DeepSpeed, which would warn about the CPU.
@@ -74,6 +77,7 @@ class Dist:
 
         import torch.distributed as td
 
+        rank = int(os.environ["RANK"])
         td.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=os.environ.get(INIT_METHOD, "env://"),
@@ -101,8 +105,6 @@ class Dist:
         """Elementwise float64 sum over ranks, exactly rounded, so independent of their order.
         Raises ValueError if the ranks disagree on the length."""
         rows = self.gather([float(value) for value in values])
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError(f"ranks sum different numbers of values: {[len(row) for row in rows]}")
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def max_int(self, value: int) -> int:
@@ -198,24 +200,8 @@ def _waiting() -> Iterator[None]:
         _waited_s += time.perf_counter() - began_s
 
 
-def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank); (0, 1, 0) without a launcher."""
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        return 0, 1, 0
-    if missing := {"RANK", "LOCAL_RANK"} - environ.keys():
-        raise ValueError(
-            f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start several "
-            "ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
-        )
-    rank = int(environ["RANK"])
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank}, but WORLD_SIZE={world_size}: ranks count from 0")
-    return rank, world_size, int(environ["LOCAL_RANK"])
-
-
 def _resolve_device(device: str, local_rank: int) -> str:
-    """'auto' | 'cpu' | 'cuda' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
+    """'auto' | 'cpu' | 'cuda:<i>' -> 'cpu' | 'cuda:<i>'."""
     if device == "cpu":
         return device
     import torch
@@ -223,7 +209,7 @@ def _resolve_device(device: str, local_rank: int) -> str:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto" and num_devices == 0:
         return "cpu"
-    index = int(device.partition(":")[2]) if ":" in device else local_rank
+    index = local_rank if device == "auto" else int(device[5:])
     if index >= num_devices:
         raise ValueError(
             f"rank with LOCAL_RANK={local_rank} needs cuda:{index}, but this machine has "
@@ -235,9 +221,6 @@ def _resolve_device(device: str, local_rank: int) -> str:
 # ---- placement -----------------------------------------------------------------------------------
 # Checks and enforces each model's device and memory limit (GB: 1e9 bytes).
 
-DEVICES = "'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
-_FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -245,22 +228,13 @@ class Claim:
 
     key: str
     device: str
-    """As configured; one of `DEVICES`."""
+    """As configured: 'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (its number plus 1)."""
     max_memory_gb: float | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
     cuda_gb: tuple[float, ...] = ()
-
-
-def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
-    """The claims of (key, plugin config) pairs; only a `PlacedConfig` runs a model."""
-    return [
-        Claim(key, config.device, config.max_memory_gb)
-        for key, config in sections
-        if isinstance(config, PlacedConfig)
-    ]
 
 
 def resolve_device(device: str, default: str) -> str:
@@ -272,7 +246,8 @@ def resolve_device(device: str, default: str) -> str:
         return device
     if not default.startswith("cuda:"):
         raise ValueError(
-            f"device {device!r} is relative to the rank's CUDA device, but it runs on {default}"
+            f"{device!r} is relative to the rank's own CUDA device, but the rank runs on "
+            f"{default}; give 'auto', or the device itself"
         )
     return f"cuda:{int(default[5:]) + int(device[6:])}"
 
@@ -282,65 +257,47 @@ def problems(
 ) -> list[str]:
     """All problems of the models' placement, each with its key and remedy. `defaults`: the ranks'
     devices on one machine; `machine`: None if its GPUs are unknown."""
-    if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
-        return [f"{c.key}.device: {c.device!r} is not a device; give {DEVICES}" for c in unknown]
-    cpu = [default for default in defaults if not default.startswith("cuda:")]
-    if cpu and (relative := [claim for claim in claims if "+" in claim.device]):
-        return [
-            f"{claim.key}.device: {claim.device!r} is relative to the rank's own CUDA device, "
-            f"but the rank runs on {cpu[0]}; give 'auto', or the device itself"
-            for claim in relative
-        ]
-    if machine is not None and (missing := [*_missing(claims, defaults, machine)]):
-        return missing
-    return [*_shared(claims, defaults), *_unlimited(claims, defaults[0], machine)]
-
-
-def _missing(claims: Sequence[Claim], defaults: Sequence[str], machine: Machine) -> Iterator[str]:
-    count = len(machine.cuda_gb)
-    devices = f"'cuda:0' to 'cuda:{count - 1}'" if count else "'cpu'"
+    found = []
     for claim in claims:
-        for device in dict.fromkeys(resolve_device(claim.device, each) for each in defaults):
-            if device.startswith("cuda:") and int(device[5:]) >= count:
-                stated = f"{claim.key}.device: {claim.device!r} given"
-                if claim.device not in (device, "auto"):
-                    stated += f", which is {device} for one of the ranks"
-                yield f"{stated}; this machine has {count} CUDA devices: give 'auto' or {devices}"
+        try:
+            devices = [resolve_device(claim.device, default) for default in defaults]
+            for device in sorted({*devices} - {"cpu"}):
+                ranks = [str(r) for r, own in enumerate(defaults) if device in (devices[r], own)]
+                _check_device(claim.device, device, ranks, len(defaults), machine)
+        except ValueError as error:
+            found.append(f"{claim.key}.device: {error}")
+    return found or [*_wrong_limits(claims, defaults[0])]
 
 
-def _shared(claims: Sequence[Claim], defaults: Sequence[str]) -> Iterator[str]:
-    """Problems: two ranks would load models onto one CUDA device, unaware of each other."""
-    for claim in claims:
-        devices = [resolve_device(claim.device, default) for default in defaults]
-        for device in dict.fromkeys(devices):
-            ranks = [str(r) for r, each in enumerate(defaults) if device in (devices[r], each)]
-            if device.startswith("cuda:") and len(ranks) > 1:
-                yield (
-                    f"{claim.key}.device: {claim.device!r} puts models of ranks "
-                    f"{', '.join(ranks)} on {device}; give 'auto' (each rank's own device), or "
-                    f"'cuda:+{len(defaults)}' (its number plus {len(defaults)}: the devices after "
-                    "the ranks' own)"
-                )
-                break
+def _check_device(
+    stated: str, device: str, ranks: Sequence[str], num_ranks: int, machine: Machine | None
+) -> None:
+    """Raise ValueError if the machine lacks the device, or if several ranks would load models onto
+    it, unaware of each other."""
+    if machine is not None and int(device[5:]) >= (count := len(machine.cuda_gb)):
+        raise ValueError(
+            f"{stated!r} is {device} for one of the ranks; this machine has {count} CUDA devices; "
+            "'auto' is each rank's own device, or the CPU"
+        )
+    if len(ranks) > 1:
+        raise ValueError(
+            f"{stated!r} puts models of ranks {', '.join(ranks)} on {device}; give 'auto' (each "
+            f"rank's own device), or 'cuda:+{num_ranks}' (its number plus {num_ranks}: the devices "
+            "after the ranks' own)"
+        )
 
 
-def _unlimited(claims: Sequence[Claim], default: str, machine: Machine | None) -> Iterator[str]:
+def _wrong_limits(claims: Sequence[Claim], default: str) -> Iterator[str]:
     """Limits that cannot be enforced: the allocator limits devices, not models."""
     for device, sharing in _by_device(claims, default).items():
-        limited = [claim for claim in sharing if claim.max_memory_gb is not None]
+        limited = [claim.key for claim in sharing if claim.max_memory_gb is not None]
         unlimited = [claim.key for claim in sharing if claim.max_memory_gb is None]
-        if device == "cpu" or not limited:
-            continue
-        key = f"{limited[0].key}.max_memory_gb"
-        total = sum(claim.max_memory_gb or 0 for claim in sharing)
-        size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
-        if unlimited:
+        if device != "cpu" and limited and unlimited:
             yield (
-                f"{key}: {device} also holds {', '.join(unlimited)}, without a limit, so no limit "
-                "can be enforced there; give all models there a limit, move one, or drop this key"
+                f"{limited[0]}.max_memory_gb: {device} also holds {', '.join(unlimited)}, without "
+                "a limit, so no limit can be enforced there; give all models there a limit, move "
+                "one, or drop this key"
             )
-        elif total > size:
-            yield f"{key}: all limits on {device} add up to {total:g} GB; it has {size:g} GB"
 
 
 def _by_device(claims: Sequence[Claim], default: str) -> dict[str, list[Claim]]:
@@ -391,4 +348,4 @@ def enforce(claims: Sequence[Claim], default: str) -> None:
             import torch
 
             share = sum(limits_gb) / machine.cuda_gb[int(device[5:])]
-            torch.cuda.set_per_process_memory_fraction(share, device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)

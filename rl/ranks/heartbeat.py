@@ -1,4 +1,4 @@
-"""Where a rank is: heartbeats for the launcher, and lines while a run loads."""
+"""Where a rank is: heartbeats for the launcher."""
 
 from __future__ import annotations
 
@@ -19,15 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
 
-# ---- loading progress ----------------------------------------------------------------------------
-# Finds where the main thread is, and prints it while a run loads.
+# ---- place ---------------------------------------------------------------------------------------
+# Finds where the main thread is.
 
-LOADING_EVERY_S = 4.0
-SAME_S = 30.0
-"""A place that was printed is not printed again before this has passed."""
-_stopped = threading.Event()
-_stopped.set()
-_progress = ""
 _read_lock = threading.Lock()
 
 
@@ -37,39 +31,6 @@ class Call(NamedTuple):
     code: int
     instruction: int
     """Byte offset of the current instruction."""
-
-
-def start_loading(first_s: float | None = None) -> None:
-    """Start printing, the first line after `first_s`; does nothing if it is printing already."""
-    global _stopped
-    if _stopped.is_set():
-        _stopped = threading.Event()
-        args = (LOADING_EVERY_S if first_s is None else first_s, _stopped)
-        threading.Thread(target=_print_lines, args=args, name="loading", daemon=True).start()
-
-
-def stop_loading() -> None:
-    _stopped.set()
-
-
-def is_loading() -> bool:
-    return not _stopped.is_set()
-
-
-def note_loading(progress: str) -> None:
-    """Set the progress text that the next lines show; '' removes it."""
-    global _progress
-    _progress = progress
-
-
-def _print_lines(first_s: float, stopped: threading.Event) -> None:
-    began_s, wait_s, printed, printed_s = time.monotonic(), first_s, "", 0.0
-    while not stopped.wait(wait_s):
-        status = ": ".join(filter(None, (described(calls()), _progress)))
-        now_s, wait_s = time.monotonic() - began_s, LOADING_EVERY_S
-        if status != printed or now_s - printed_s >= SAME_S:
-            printed, printed_s = status, now_s
-            print(f"[{now_s:3.0f} s] loading: {status}", flush=True)
 
 
 def described(calls: Sequence[Call]) -> str:
@@ -126,7 +87,7 @@ LONG_GAP_S = 10.0
 """A longer gap between two samples means that this process was stopped; its idle time is reset."""
 LOADING = "loading"
 BETWEEN = "between phases"
-_BYTES = 1024
+_BYTES = 4096
 """Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
 _REPORTERS = (__name__, "contextlib", "rl.progress")
@@ -149,6 +110,8 @@ class Beat:
     waits_for_ranks: bool
     has_saved: bool
     """The rank was asked to stop, and all its finished work is on disk."""
+    loading: str | None
+    """While a run loads: what it counts or waits for, '' for nothing; None afterwards."""
 
 
 class _Heart:
@@ -157,6 +120,7 @@ class _Heart:
         """(phase, when it began) of the enclosing phases, the innermost last."""
         self.moved_s = time.monotonic()
         self.has_saved = False
+        self.loading: str | None = None
         self.descriptor: int | None = None
         self.writing = threading.RLock()
         """Keeps the heartbeat thread from overwriting a newer phase, written by the main thread,
@@ -184,6 +148,7 @@ class _Heart:
             where=described(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in stack),
             has_saved=self.has_saved,
+            loading=self.loading and self.loading[:_MAX_CHARS],
         )
         try:
             os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
@@ -210,9 +175,20 @@ def phase(name: str) -> Iterator[None]:
         _heart.beat()
 
 
-def phase_names() -> str:
-    """'learn / judge_wait': the main thread's phase after enclosing ones; '' outside of phases."""
-    return " / ".join(name for name, _ in _heart.phases[1:])
+def is_loading() -> bool:
+    return _heart.loading is not None
+
+
+def note_loading(progress: str) -> None:
+    """Set what the launcher prints beside this rank's place while it loads; '' for nothing."""
+    if is_loading():
+        _heart.loading = progress
+
+
+def stop_loading() -> None:
+    """Record that the run is loaded."""
+    _heart.loading = None
+    _heart.beat()
 
 
 def note_wait() -> None:
@@ -231,9 +207,10 @@ def file_name(rank: int) -> str:
     return f"beat_{rank}.json"
 
 
-def start(file: Path, log: TextIO) -> None:
+def start(file: Path, log: TextIO, loads: bool = False) -> None:
     """Write heartbeats to `file` until this process ends; stacks, also of a crash, go to `log`,
-    which must stay open. Call it once, early."""
+    which must stay open. `loads`: a run loads until `stop_loading`. Call it once, early."""
+    _heart.loading = "" if loads else None
     faulthandler.enable(log)
     faulthandler.register(STACKS_SIGNAL, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)

@@ -183,17 +183,18 @@ def sentence(error: BaseException) -> str | None:
     statement of this package have a message, and so have failures of a disk, folder, port or
     memory; asserts and errors of a library or a plugin have none."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        return f"this run cannot go on:\n  {remedy(error)}"
-    if isinstance(error, MemoryError):
-        return f"this run cannot go on:\n  {HOST_MEMORY}"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
-        message = escaped(str(error), MAX_SHOWN)
-        return f"this run cannot go on:\n  {message}; {GPU_MEMORY}"
-    if not is_raised_here(error) or not str(error):
+        reason = remedy(error)
+    elif isinstance(error, MemoryError):
+        reason = HOST_MEMORY
+    elif type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
+        reason = f"{escaped(str(error), MAX_SHOWN)}; {GPU_MEMORY}"
+    elif not is_raised_here(error) or not str(error):
         return None
-    if isinstance(error, ConfigError):
+    elif isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
-    return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
+    else:
+        reason = str(error).replace("\n", "\n  ")
+    return f"this run cannot go on:\n  {reason}"
 
 
 def is_raised_here(error: BaseException) -> bool:
@@ -225,22 +226,13 @@ def raise_on_exit() -> None:
 def remedy(error: OSError) -> str:
     """The path, the reason and, where one is known, what to do about it."""
     path = error.filename2 or error.filename  # after a failed rename: its target
-    if not path:  # the system does not say what failed
-        if error.errno == errno.ENOENT and not _has_working_folder():
-            return "the folder in which this command was started is gone; change into another"
-        if error.errno in (errno.EROFS, errno.EACCES) and not os.access(SHARED, os.W_OK):
-            return f"{SHARED} cannot be written; mount it so that it can (docker run --shm-size 8g)"
+    # Without a path, the system does not say what failed.
+    is_no_write = not path and error.errno in (errno.EROFS, errno.EACCES)
+    if is_no_write and not os.access(SHARED, os.W_OK):
+        return f"{SHARED} cannot be written; mount it so that it can (docker run --shm-size 8g)"
     message = f"{path}: {error.strerror}" if path and error.strerror else str(error)
     fix = REMEDIES.get(error.errno or 0)
     return escaped(message, MAX_SHOWN) + (f"; {fix}" if fix else "")
-
-
-def _has_working_folder() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def is_machine_error(error: BaseException) -> bool:

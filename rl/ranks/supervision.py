@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -408,8 +408,6 @@ def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say
 
 GRACE_S = 300
 """How long ranks may take to save and exit before they are killed."""
-HUNG_GRACE_S = 120
-"""The same if one hangs or stays stopped: the others save without it."""
 ALONE_GRACE_S = 45
 """The same if a node is lost: a rank that waits for that node can save but never exits."""
 LEAVE_S = 5
@@ -438,42 +436,34 @@ class Ending:
     """The launcher was asked to stop: no restart."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    exit_code: int
-    """Negative: the signal that killed it."""
-    at_s: float
-    """When the launcher saw that it had ended, `time.monotonic`."""
-
-
-def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
-    """Names the rank that failed first, and the cause. `failures`: by rank."""
-    first_s = min(failure.at_s for failure in failures.values())
+def of_failure(
+    first: Container[int], codes: Mapping[int, int], notes: Path, log_dir: Path
+) -> Ending:
+    """Names the rank that failed first, and the cause. `codes`: exit codes of the failed ranks, by
+    rank; negative: the signal that killed it. `first`: those that ended before the launcher asked
+    the others to end."""
+    by_rank = {rank: _note(notes / f"rank_{rank}.json") for rank in {*codes, 0}}
 
     def order(rank: int) -> tuple[bool, bool, int]:
         # Ranks without a note of their end sort first. Ranks ended by SIGTERM were asked to end;
         # so were ranks that ignored it and were then killed.
-        note, code = _note(notes, rank), failures[rank].exit_code
-        late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
-        asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
+        note, code = by_rank[rank], codes[rank]
+        asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and rank not in first)
         return asked, note.get("only_heard", False), note.get("ended_ns", 0)
 
-    rank = min(failures, key=order)
-    code, note = failures[rank].exit_code, _note(notes, rank)
-    name = name_of(-code) if code < 0 else ""
-    cause = f"killed by {name}" if name else f"exit code {code}"
-    if code == 0:
-        cause = "a library or a plugin ended the process (os._exit) before the run had finished"
-    lines = [f"rank {rank} failed: {cause}; logs: {log_dir}"]
-    reason = note.get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its reason
+    rank = min(codes, key=order)
+    code, note = codes[rank], by_rank[rank]
+    if code < 0:
+        what, by_machine = f"rank {rank} was killed by {name_of(-code)}", -code not in STOP_SIGNALS
+    elif code > 0:
+        what, by_machine = f"rank {rank} failed: exit code {code}", note.get("by_machine", False)
+    else:
+        what = f"rank {rank} failed: a library or a plugin ended the process (os._exit) too early"
+        code, by_machine = 1, False
+    lines, reason = [f"{what}; logs: {log_dir}"], note.get("reason", "")
+    if rank != 0 and reason != by_rank[0].get("reason"):  # rank 0 has printed its reason
         lines.append(reason)
-    return Ending(
-        (code or 1) if code >= 0 else 128 - code,
-        f"rank {rank} was killed by {name}" if name else f"rank {rank} failed with an error",
-        -code not in STOP_SIGNALS if name else bool(note.get("by_machine")),
-        tuple(lines),
-    )
+    return Ending(code if code > 0 else 128 - code, what, by_machine, tuple(lines))
 
 
 class Ranks:
@@ -491,12 +481,10 @@ class Ranks:
     def all_done(self) -> bool:
         return all(process.poll() == FINISHED_CODE for process in self._processes.values())
 
-    def failures(self) -> dict[int, Failure]:
-        """The ranks that have ended before their script so far, as seen now."""
-        now_s = time.monotonic()
+    def failures(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended before their script so far."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        finished = (None, FINISHED_CODE)
-        return {rank: Failure(code, now_s) for rank, code in codes.items() if code not in finished}
+        return {r: code for r, code in codes.items() if code not in (None, FINISHED_CODE)}
 
     def end_hung(self) -> Ending:
         """Make all ranks write their stacks and save; kill those that do not exit."""
@@ -507,8 +495,7 @@ class Ranks:
         )
         for process in self._processes.values():
             process.send_signal(heartbeat.STACKS_SIGNAL)
-        can_wake = all(map(self._watch.is_stopped, self._watch.hung))
-        self.leave([signal.SIGTERM], GRACE_S if can_wake else HUNG_GRACE_S)
+        self.leave([signal.SIGTERM])
         return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
 
     def end_alone(self, lost: str) -> Ending:
@@ -536,9 +523,9 @@ class Ranks:
                 num_sent = len(signums)
             watch.look()
             stopped = {rank for rank in living if watch.is_stopped(rank)}
-            limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
-            if (stopped or watch.hung) and all(map(watch.has_saved, living.keys() - stopped)):
-                limit_s = LEAVE_S
+            hangs = stopped or watch.hung
+            others_saved = all(map(watch.has_saved, living.keys() - stopped))
+            limit_s = LEAVE_S if hangs and others_saved else grace_s
             if time.monotonic() - began_s > limit_s:
                 names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
                 self._say(
@@ -559,20 +546,14 @@ def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
                 os.killpg(process.pid, signum)
 
 
-def end_leftovers(notes: Path) -> None:
-    """Kill processes that a dead rank left in its process group (e.g. an engine's workers)."""
-    for file in notes.glob("rank_*.json"):
-        group = _row(file).get("process_group")
-        if isinstance(group, int):
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+def end_leftovers(groups: Iterable[int]) -> None:
+    """Kill what dead ranks left in their process groups (e.g. an engine's workers)."""
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
-def _note(notes: Path, rank: int) -> dict[str, Any]:
-    return _row(notes / f"rank_{rank}.json")
-
-
-def _row(file: Path) -> dict[str, Any]:
+def _note(file: Path) -> dict[str, Any]:
     """The note that `worker.py` wrote about a rank; {} if it wrote none."""
     with suppress(OSError, ValueError):
         return dict(json.loads(file.read_bytes()))

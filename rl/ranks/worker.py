@@ -37,13 +37,11 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {signals.sentence(error) or error}")
     printing.guard()
-    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
+    loads = target == "rl.train"
+    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks, loads)
     signals.raise_on_exit()
     note = Path(note_dir) / f"rank_{rank}.json"
-    _write_note(note)
     sys.argv = [target, *args]
-    if rank == 0 and target == "rl.train":
-        heartbeat.start_loading(first_s=1.0)  # starting up has already taken seconds
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)
@@ -61,7 +59,7 @@ def main() -> None:
         exit_codes.append(code)
         raise
     except BaseException as error:  # a plugin may raise KeyboardInterrupt or GeneratorExit, too
-        trace = _own_traceback(error)
+        trace = traceback.format_exc().rstrip()
         text = signals.sentence(error)
         _write_note(
             note,
@@ -93,17 +91,8 @@ def _write_note(note: Path, **row: Any) -> None:
     received another rank's error (`only_heard`) may end before the other rank has saved."""
     temporary = note.with_suffix(".tmp")
     with suppress(OSError):
-        temporary.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
+        temporary.write_text(json.dumps(row))
         temporary.replace(note)
-
-
-def _own_traceback(error: BaseException) -> str:
-    frame = error.__traceback__
-    while frame and (
-        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
-    ):
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 def _send_output_to(path: Path, on_console: bool) -> None:

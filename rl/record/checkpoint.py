@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError  # nosec B403 - an error only
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +20,7 @@ from rl.config import loading
 from rl.config.loading import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
 from rl.console import duration, warn
-from rl.files import FULL, GoneError, current_path, fsync, read_object, read_rows, write_atomically
+from rl.files import FULL, fsync, read_object, read_rows, require_in_place, write_atomically
 from rl.printing import excerpt, scrub
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
@@ -142,17 +141,12 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
-        self._run_dir = run_dir
+        self.folder = run_dir / "checkpoints"
         self._config = config
         self._dist = dist
         self._pusher = Pusher(config.push_to_hub_repo_id, self.folder)
         self._reported: set[Path] = set()
         """Old checkpoints that cannot be pruned; the reason was already logged."""
-
-    @property
-    def folder(self) -> Path:
-        """The checkpoint folder, even if the run folder moved. Raises GoneError if it is gone."""
-        return current_path(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -201,7 +195,7 @@ class Checkpoints:
         except OSError as error:
             warn(f"{model / MODEL_CARD} could not be written: {error}")
         if self._push_due(iteration, final):
-            self._pusher.push(model, iteration)
+            self._pusher.push(model, iteration, final)
 
     def close(self, say: Callable[[str], None]) -> None:
         """Wait, for a bounded time, for running pushes; `say` prints a line. Local."""
@@ -230,6 +224,7 @@ class Checkpoints:
 
         name = f"step_{point.iteration:06d}"
         try:
+            require_in_place(self.folder)
             # Ranks that save alone may save at the same time.
             lock = FileLock(self.folder.parent / SAVE_LOCK, fallback_to_soft=False)
             with ExitStack() as stack:
@@ -241,11 +236,6 @@ class Checkpoints:
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
             problem = f"checkpoint {name} could not be written: {error!r}"
-            try:
-                current_path(self._run_dir)
-            except GoneError as gone:
-                warn(f"checkpoint {name} is not written: {gone}")
-                return None, str(gone)
             if is_full(error):
                 problem += "; make room, and start the same command again"
             newest = find(self.folder.parent, hashes=False).path
@@ -269,9 +259,7 @@ class Checkpoints:
 
         retry_until_space(write_temporary, self.folder, f"checkpoint {name}")
         if path.exists():  # damaged: an intact one was returned above
-            names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
-            renamed = next(p for p in map(self.folder.joinpath, names) if not p.exists())
-            path.rename(renamed)
+            renamed = path.rename(self.folder / f"damaged-{name}-{time.time_ns()}")
             warn(f"the damaged {name} was renamed to {renamed}; delete it if you do not need it")
         temporary.rename(path)
         fsync(self.folder)
@@ -291,23 +279,22 @@ class Checkpoints:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
         best on held-out samples, any that may be the best, every n-th, and any with changes."""
         steps, rows = steps_of(self.folder.parent), _rows_of(self.folder.parent)
-        rewards = {iteration: _held_out_mean(row) for iteration, row in rows.items()}
-        whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
-        every = self._config.keep_every_n_iterations
-        kept = {*sorted(whole)[-_NUM_NEWEST_KEPT:], best_of(sorted(whole), rewards)}
-        kept |= {iteration for iteration in whole if every and iteration % every == 0}
-        bounds = {iteration: _held_out_bounds(rows[iteration]) for iteration in whole & rows.keys()}
+        whole = [iteration_of(path) for path in steps if problem_of(path, hashes=False) is None]
+        bounds = {iteration: _held_out_bounds(rows.get(iteration)) for iteration in whole}
         surpassed = max((low for low, _ in bounds.values()), default=0.0)
+        every = self._config.keep_every_n_iterations
+        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, held_out_rewards(self.folder.parent))}
+        kept |= {iteration for iteration in whole if every and iteration % every == 0}
         for path in steps:
             iteration = iteration_of(path)
             if iteration in kept:
                 continue
-            if iteration in whole - rewards.keys():
-                why = "metrics.jsonl has no readable line for it, so it may be the best"
-            elif iteration in whole and bounds[iteration][1] > surpassed:
-                why = "some of its held-out samples were not graded, so it may be the best"
-            else:
-                why = _changes_in(path)
+            why = _changes_in(path)
+            if iteration in whole and bounds[iteration][1] > surpassed:
+                why = (
+                    "it may be the best: some of its held-out samples were not graded, or "
+                    "metrics.jsonl has no readable line for it"
+                )
             if not why:
                 path.rename(self.folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}")
             elif path not in self._reported:
@@ -443,9 +430,12 @@ def _held_out_mean(row: Mapping[str, Any], name: str = "eval/reward") -> float |
     return float(value) if type(value) in (int, float) and 0 <= value <= 1 else None
 
 
-def _held_out_bounds(row: Mapping[str, Any]) -> tuple[float, float]:
+def _held_out_bounds(row: Mapping[str, Any] | None) -> tuple[float, float]:
     """(least, greatest) mean held-out reward: samples for which no judge was reached count as 0 and
-    as 1. Unreadable replies are left out, as from the mean; (0, 0) without an evaluation."""
+    as 1, and a missing `row` may hold any. Unreadable replies are left out, as from the mean;
+    (0, 0) without an evaluation."""
+    if row is None:
+        return 0.0, 1.0
     reward = _held_out_mean(row)
     if reward is None:
         return 0.0, float("eval/ungraded" in row)

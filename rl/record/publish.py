@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,20 +53,6 @@ OWN_WORDS = "own_words"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Mean rewards of two arms over the held-out samples that were graded in both."""
-
-    name: str
-    """A category, or an arm."""
-    num_samples: int
-    old: float
-    """0 to 1."""
-    new: float
-    interval: tuple[float, float] | None
-    """95 % interval of new - old; None for a single sample."""
-
-
-@dataclass(frozen=True)
 class Shown:
     """One held-out sample before and after training."""
 
@@ -85,10 +72,12 @@ class Evidence:
 
     iterations: tuple[int, int]
     """Finished iterations at the first and at the last held-out evaluation."""
-    learnt: Sequence[Comparison]
-    """All samples first, then each category; [] if no sample was graded both times."""
-    arms: Sequence[Comparison]
-    """Comparisons of other arms with the model, under the same noise."""
+    learnt: Sequence[Any]
+    """Change of the mean reward: of all samples first, then of each category; [] if no sample was
+    graded both times. Of each the `name`, the samples' `rewards`, and the means `before` and
+    `after` with the 95 % `interval` of their difference or None."""
+    arms: Sequence[Any]
+    """The same from another arm to the model, under the same noise."""
     num_left_out: int
     """Held-out samples that were not graded both times."""
     ungraded_share: float | None
@@ -115,12 +104,10 @@ def model_card(
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
     base, renderer = base_of(config), str(at(config, "renderer.type"))
-    rewards, run = at(config, "rewards"), str(config.get("run_name", ""))
+    run = str(config.get("run_name", ""))
     editor, processor_path = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
-    samples = evidence.samples if evidence else ()
     thought, revision = at(config, "policy.thought"), at(config, "policy.revision")
-    asks_judge = at(config, "judge.api_base") or at(config, "judge.start_command")
 
     def setting(key: str) -> Markup:
         value = at(config, key)
@@ -136,17 +123,13 @@ def model_card(
         name=config.get("run_name", "a policy"),
         description=DESCRIPTIONS[form],
         setting=setting,
-        value=lambda key: at(config, key),
+        value=lambda key, section=config: at(section, key),
         python=_python,
         prompt=template,
         prompt_lines=re.split(r"(?<=\n)(?=.)", template.text) if template else [],
         iteration=iteration,
         form=form,
         renderer=renderer,
-        rewards=[
-            (name, at(plugin, "type"))
-            for name, plugin in (rewards.items() if isinstance(rewards, Mapping) else ())
-        ],
         pipeline=PIPELINES.get(renderer, "DiffusionPipeline"),
         model_class=MODEL_CLASSES.get(
             str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
@@ -167,15 +150,8 @@ def model_card(
             f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
         ),
         evidence=evidence,
-        scores=[
-            (name, value)
-            for name, value in sorted(metrics.items())
-            if name.startswith(("eval/reward", "reward/mean"))
-        ],
-        shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
-        judge=str(at(config, "judge.model") or "(unnamed)") if asks_judge else "",
-        audit_passed=metrics.get("judge/audit_passed"),
-        ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
+        metrics=metrics,
+        own_words=OWN_WORDS,
         licences=_licences(config),
         config=Markup("\n".join(code(with_leaves(dict(config), _without_path)))),  # nosec B704 # escaped
     )
@@ -193,10 +169,7 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
 
     base = base_of(config)
     licence, licence_name = licence_of(base) or ("other", "unknown")
-    more: dict[str, Any] = {}
-    if is_of_hub(base):
-        more |= {"base_model": base}
-        more |= {"base_model_relation": "adapter" if form == "adapter" else "finetune"}
+    relation = "adapter" if form == "adapter" else "finetune"
     front = ModelCardData(
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
         tags=["grpo", "reinforcement-learning"],
@@ -207,7 +180,8 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
             {path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)}
         )
         or None,
-        **more,
+        base_model=base if is_of_hub(base) else None,
+        base_model_relation=relation if is_of_hub(base) else None,
     )
     return str(front.to_yaml())
 
@@ -295,7 +269,6 @@ def licence_of(path: str) -> tuple[str, str | None] | None:
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
 _STAGING_PREFIX = ".push-ckpt_"
-_STAGING_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
 class Pusher:
@@ -303,75 +276,58 @@ class Pusher:
 
     `main` gets the newest model; the branch `ckpt_000020` keeps the model after 20 iterations. Any
     failure is logged as one warning. Pruning may delete the checkpoint during the upload, so its
-    files are first linked (or copied) into a staging folder. At most one folder is queued: a newer
-    one replaces it, with a warning.
+    files are first linked (or copied) into a staging folder.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
         """`outbox`: parent of the staging folders, on the checkpoints' file system."""
         self._repo_id = repo_id
         self._outbox = outbox
-        self._lock = threading.Lock()
-        self._queued: int | None = None
-        """Iteration of the model that is uploaded next."""
         self._thread: threading.Thread | None = None
 
-    def push(self, folder: Path, iteration: int) -> None:
-        """Queue `folder` for upload. Returns at once."""
-        staging = self._staging_folder(iteration)
+    def push(self, folder: Path, iteration: int, final: bool = False) -> None:
+        """Start the upload of `folder`. While another one runs, the upload is left out, unless it
+        is the `final` one: that comes after the other."""
+        earlier = self._thread
+        if earlier is None:
+            for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
+                shutil.rmtree(stale, ignore_errors=True)
+        elif earlier.is_alive() and not final:
+            self._warn(iteration, "not uploaded: an earlier upload is not done")
+            return
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self._outbox))
         try:
-            with self._lock:
-                if self._thread is None:
-                    for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
-                        if _STAGING_NAME.fullmatch(stale.name):
-                            shutil.rmtree(stale)
-            if staging.is_dir():
-                return  # already queued or uploading: a failing run may save this iteration again
-            shutil.copytree(folder, staging, copy_function=_link_or_copy)
+            shutil.copytree(folder, staging, copy_function=_link_or_copy, dirs_exist_ok=True)
         except OSError as error:
-            shutil.rmtree(staging, ignore_errors=True)  # a part would count as queued
+            shutil.rmtree(staging, ignore_errors=True)
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
-        with self._lock:
-            replaced, self._queued = self._queued, iteration
-            if self._thread is None:
-                # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
-                self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
-                self._thread.start()
-        if replaced is not None:
-            self._warn(replaced, f"not uploaded: iteration {iteration} replaced it in the queue")
-            shutil.rmtree(self._staging_folder(replaced), ignore_errors=True)
+        # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
+        arguments = (staging, iteration, earlier)
+        self._thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
+        self._thread.start()
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait at most `timeout_s` for the running and the queued upload; `say` prints a line."""
-        thread = self._thread
-        if thread is None:
+        """Wait at most `timeout_s` for running uploads; `say` prints a line."""
+        if self._thread is None or not self._thread.is_alive():
             return
         say(f"uploading to {self._repo_id} (waiting {duration(timeout_s)} at most)")
-        thread.join(timeout_s)
-        if thread.is_alive():
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
             warn(
                 f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)}; the "
                 "run ends. Upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
-    def _staging_folder(self, iteration: int) -> Path:
-        return self._outbox / f"{_STAGING_PREFIX}{iteration:06d}"
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                iteration, self._queued = self._queued, None
-                if iteration is None:
-                    self._thread = None
-                    return
-            try:
-                message, branch = f"iteration {iteration}", f"ckpt_{iteration:06d}"
-                upload(self._staging_folder(iteration), self._repo_id, message, branch)
-            # huggingface_hub and the network may raise anything.
-            except Exception as error:
-                self._warn(iteration, f"failed, the run goes on: {error!r}")
-            shutil.rmtree(self._staging_folder(iteration), ignore_errors=True)
+    def _upload(self, staging: Path, iteration: int, earlier: threading.Thread | None) -> None:
+        if earlier is not None:
+            earlier.join()
+        try:
+            upload(staging, self._repo_id, f"iteration {iteration}", f"ckpt_{iteration:06d}")
+        # huggingface_hub and the network may raise anything.
+        except Exception as error:
+            self._warn(iteration, f"failed, the run goes on: {error!r}")
+        shutil.rmtree(staging, ignore_errors=True)
 
     def _warn(self, iteration: int, reason: str) -> None:
         warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {reason}"))

@@ -7,14 +7,14 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from statistics import pstdev
 from types import TracebackType
@@ -36,10 +36,8 @@ from rl.files import (
     over_white,
     png_bytes,
     private,
-    read_object,
     read_rows,
     release,
-    require_not_moved,
     row_of,
     write_atomically,
 )
@@ -62,71 +60,55 @@ ENTRY_NAMES = {
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
 """Folder of the run -> pattern of the names of its entries, one or more per iteration."""
-PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
-"""Name of a picture in a folder of `images`; the captured number is the rank."""
+PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
+"""Name of a picture in a folder of `images`."""
 
 
-def rewind(run_dir: Path, iteration: int) -> list[str]:
+def rewind(run_dir: Path, iteration: int, has_episodes: bool) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
-    metrics.jsonl, to a new folder; returns messages for the user."""
+    metrics.jsonl, to a new folder; returns messages for the user. `has_episodes`: whether the
+    config asks for the episodes of `iteration`."""
     metrics = run_dir / "metrics.jsonl"
     lines = enumerate(lines_of(metrics), 1)
     numbered = [(n, iteration_in(line), line) for n, line in lines if line.strip()]
     later = [line for _, it, line in numbered if it is None or it > iteration]
     kept = [line for _, it, line in numbered if it is not None and it <= iteration]
     damaged = [str(number) for number, it, _ in numbered if it is None]
-    entries = {
-        name: sorted(entry for entry, it in _entries(run_dir / name).items() if it > iteration)
-        for name in ENTRY_NAMES
-    }
+    recorded = {name: _entries(run_dir / name) for name in ENTRY_NAMES}
+    repeated = [e for entries in recorded.values() for e, it in entries.items() if it > iteration]
     # A missing line of `iteration` itself is not reported, because it is written again.
-    missing = _missing(f"{metrics} has no line", range(iteration), map(iteration_in, kept))
-    if _is_recorded(run_dir, iteration):
-        last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
-        missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
-    if not later and not any(entries.values()):
-        return missing
-    name = time.strftime("%Y%m%d-%H%M%S")
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    folders = (run_dir / SET_ASIDE / name for name in names)
-    folder = next(path for path in folders if not path.exists())
-    folder.mkdir(parents=True)
+    messages = _missing(f"{metrics} has no line", range(iteration), map(iteration_in, kept))
+    if has_episodes and iteration > 0:
+        last, present = range(iteration, iteration + 1), recorded["episodes"].values()
+        messages += _missing(f"{run_dir / 'episodes'} has none", last, present)
+    if not later and not repeated:
+        return messages
+    (run_dir / SET_ASIDE).mkdir(exist_ok=True)
+    began = time.strftime("%Y%m%d-%H%M%S-")
+    folder = Path(tempfile.mkdtemp(prefix=began, dir=run_dir / SET_ASIDE))
     if later:
         write_atomically(folder / "metrics.jsonl", b"".join(later))
         write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
-    for name, paths in entries.items():
-        for entry in paths:
-            (folder / name).mkdir(exist_ok=True)
-            shutil.move(entry, folder / name)  # `move`: pictures may be on another disk
+    for entry in repeated:
+        (folder / entry.parent.name).mkdir(exist_ok=True)
+        shutil.move(entry, folder / entry.parent.name)  # `move`: it may be on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
-    counts = {"lines of metrics.jsonl": len(later) - len(damaged)}
-    counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
-    sentences = []
-    if listed := ", ".join(f"{num} {kind}" for kind, num in counts.items() if num):
+    if damaged:
+        messages.insert(
+            0,
+            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
+            f"set aside in {folder}",
+        )
+    if repeated or len(later) > len(damaged):
         reason = f"what was recorded after iteration {iteration} is done again, and"
         if iteration < 0:
             reason = (
                 "no iteration is in a checkpoint, so the run begins again from the base weights; "
                 "what was recorded before is"
             )
-        sentences.append(f"{reason} set aside in {folder}: {listed}")
-    if damaged:
-        sentences.append(
-            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
-            f"set aside in {folder}"
-        )
-    return sentences + missing
-
-
-def _is_recorded(run_dir: Path, iteration: int) -> bool:
-    """Whether the run's config, as of its last start, records the episodes of `iteration`."""
-    try:
-        config = read_object(run_dir / "config.json")
-        every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
-        return iteration > 0 and iteration % every == 0
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
-        return False
+        messages.insert(0, f"{reason} set aside in {folder}")
+    return messages
 
 
 def _missing(subject: str, expected: range, present: Iterable[int | None]) -> list[str]:
@@ -401,16 +383,6 @@ class RunRecord:
         release(self.run_dir)
         self._lock.release()
 
-    @contextmanager
-    def _require_not_moved(self) -> Iterator[None]:
-        """Raise GoneError once the block ends if the run folder was moved or deleted meanwhile."""
-        try:
-            yield
-        except OSError:
-            require_not_moved(self.run_dir)
-            raise
-        require_not_moved(self.run_dir)
-
     def write_config(self) -> None:
         if self._dist.is_main:
             text = json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
@@ -419,7 +391,9 @@ class RunRecord:
     def rewind(self, iteration: int) -> list[str]:
         """On rank 0, move the records of later iterations than `iteration` (-1: of all) to
         set_aside/, because the run repeats them. Returns messages for the user."""
-        return rewind(self.run_dir, iteration) if self._dist.is_main else []
+        if not self._dist.is_main:
+            return []
+        return rewind(self.run_dir, iteration, self._records_episodes(iteration))
 
     def has_line(self, iteration: int) -> bool:
         return any(row.get("iteration") == iteration for row in self.lines())
@@ -432,9 +406,8 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        with self._require_not_moved():
-            line = json_line({"iteration": iteration, **metrics})
-            append_line(self.run_dir / "metrics.jsonl", line)
+        line = json_line({"iteration": iteration, **metrics})
+        append_line(self.run_dir / "metrics.jsonl", line)
 
     def write_episodes(
         self,
@@ -449,19 +422,24 @@ class RunRecord:
         of the iteration's `images_per_iteration` pictures, group by group; then delete old pictures
         (`keep_images_of_last_n_iterations`). Does nothing on iterations that
         `log_episodes_every_n_iterations` leaves out."""
-        every = self._tracking.log_episodes_every_n_iterations
-        if every == 0 or iteration % every != 0:
+        if not self._records_episodes(iteration):
             return
-        with self._require_not_moved():
-            bare_P = bare_P or [None] * len(episodes_PG)
-            groups = [
-                GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
-                for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
-            ]
-            places = self._thumbnails.write(iteration, groups, num_later // every + 1)
-            self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
-            if num_kept := self._tracking.keep_images_of_last_n_iterations:
-                self._delete_images(iteration - num_kept)
+        bare_P = bare_P or [None] * len(episodes_PG)
+        groups = [
+            GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
+            for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
+        ]
+        places = self._thumbnails.write(
+            iteration, groups, num_later // self._tracking.log_episodes_every_n_iterations + 1
+        )
+        self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
+        num_kept = self._tracking.keep_images_of_last_n_iterations
+        if num_kept and self._dist.is_main:
+            self._delete_images(iteration - num_kept)
+
+    def _records_episodes(self, iteration: int) -> bool:
+        every = self._tracking.log_episodes_every_n_iterations
+        return every > 0 and iteration % every == 0
 
     def _write_lines(
         self,
@@ -518,20 +496,16 @@ class RunRecord:
         return f"{stem}.png"
 
     def _delete_images(self, last: int) -> None:
-        """Delete this rank's pictures up to iteration `last`, and on rank 0 folders that no rank
-        writes to any more. Other files in these folders stay."""
-        for folder in (self.run_dir / "images").glob("it_*"):
-            match = ENTRY_NAMES["images"].fullmatch(folder.name)
-            if match is None or int(match[1]) > last:
-                continue
-            with suppress(OSError):  # leave what cannot be deleted
-                for path in folder.iterdir():
-                    picture = PICTURE_NAME.fullmatch(path.name)
-                    # The modulo: pictures of ranks of an earlier, larger start are deleted too.
-                    if picture and int(picture[1]) % self._dist.world_size == self._dist.rank:
-                        path.unlink()
-                if self._dist.is_main and int(match[1]) <= last - MAX_WAITING:
-                    folder.rmdir()
+        """Delete all ranks' pictures up to iteration `last`, and folders that no rank writes to any
+        more. Other files in these folders stay."""
+        for folder, iteration in _entries(self.run_dir / "images").items():
+            if iteration <= last:
+                with suppress(OSError):  # leave what cannot be deleted
+                    for path in folder.iterdir():
+                        if PICTURE_NAME.fullmatch(path.name):
+                            path.unlink()
+                    if iteration <= last - MAX_WAITING:
+                        folder.rmdir()
 
 
 def _distinct_pictures(episodes_G: Sequence[Episode], bare: Episode | None) -> list[Image]:

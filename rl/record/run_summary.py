@@ -8,12 +8,11 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rl.config import loading
-from rl.config.loading import not_a_file
+from rl.config.loading import nearest, not_a_file
 from rl.files import read_object
 from rl.model_files import KIND_KEYS
 from rl.printing import excerpt
@@ -31,8 +30,7 @@ RUNS_VARIABLE = "APP__BASE_EXP_DIR"
 """Names the folder of runs; default: runs/."""
 LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
-_MAX_NAMED = 8
-_LARGEST = 10**9
+_MAX_PLANNED = 11
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,8 @@ def folders(parent: Path) -> list[Path]:
 
 
 def not_a_run(path: str | Path) -> str:
-    """A message: `path` is no run folder; the run with the most similar name, or all runs."""
+    """A message: `path` is no run folder; the run with the most similar name, or the known ones."""
     path = Path(path)
-    if "://" in str(path) or str(path).startswith(("https:/", "http:/")):
-        return f"{path} is a URL: give a run folder on this machine"
     for parent in path.parents:
         if (parent / "checkpoints").is_dir():
             return f"{path} is inside a run: name {parent}, with --checkpoint for an earlier state"
@@ -86,18 +82,10 @@ def not_a_run(path: str | Path) -> str:
         file = path / "metrics.jsonl"
         return f"{file} {not_a_file(file)}; a run writes this file when its first iteration is done"
     names: list[str] = []
-    places = dict.fromkeys([path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")])
-    for place in places:
+    for place in (path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")):
         with suppress(OSError):
             names += [str(run) for run in folders(place) if _is_started(run)]
-    near = get_close_matches(path.name, {Path(name).name: name for name in names}, n=1)
-    close = [name for name in names if [Path(name).name] == near]
-    if close:
-        hint = f"did you mean {close[0]!r}?"
-    else:
-        hint = (
-            f"runs: {', '.join(names[:_MAX_NAMED])}" if names else f"there are no runs in {place}/"
-        )
+    hint = nearest(str(path), names) if names else f"there are no runs in {place}/"
     state = "is no run folder" if path.exists() else "does not exist"
     return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
 
@@ -131,17 +119,13 @@ def _summary(path: Path) -> Summary:
     checkpoint = None if newest.path is None else iteration_of(newest.path)
     rewards_of = held_out_rewards(path)
     rewards = [reward for reward in rewards_of.values() if reward is not None]
-    planned = "?"
-    if _is_number(config.get("num_iterations")):
-        planned = f"{config['num_iterations']:.0f}"
-    elif _is_number(config.get("num_epochs")):
-        planned = f"{config['num_epochs']:g} epochs"
+    planned = config.get("num_iterations") or f"{config.get('num_epochs', '?')} epochs"
     newer = [n for n in map(iteration_of, steps_of(path)) if checkpoint is None or n > checkpoint]
     return replace(
         partial,
         system=_system(config),
-        done=max(done for done in rewards_of if done <= _LARGEST),
-        planned=planned,
+        done=max(rewards_of),
+        planned=excerpt(str(planned), _MAX_PLANNED),
         held_out=rewards[-1] if rewards else None,
         best=max(rewards, default=None),
         checkpoint=checkpoint,
@@ -156,10 +140,6 @@ def _system(config: Mapping[str, Any]) -> str:
         if isinstance(name, str) and name != "none":
             return name.rpartition(".")[2]
     return "?"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _size(path: Path) -> tuple[int, float]:

@@ -148,6 +148,15 @@ def to_pictures(
     ]
 
 
+def guided(
+    velocity: Callable[[int, torch.Tensor], torch.Tensor],
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """`velocity` with classifier-free guidance: one forward has all rows twice, with their prompts
+    and with the negative prompt; `combine` gets both halves."""
+    return lambda step, latents: combine(*velocity(step, torch.cat([latents, latents])).chunk(2))
+
+
 # ---- diffusion loop ------------------------------------------------------------------------------
 # Draws batches of jobs with a frozen diffusion model.
 
@@ -196,9 +205,9 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
         return list(map(over_white, self._pixels.postprocess(tensor, output_type="pil")))
 
     @staticmethod
-    @abstractmethod
     def bucket_of(config: Any, job: RenderJob) -> Any:
-        """The settings that jobs must share to be drawn in one batch; hashable."""
+        """The settings that jobs must share to be drawn in one batch; hashable. None: all can."""
+        return None
 
     def _failure_of(self, job: RenderJob) -> RenderFailure | None:
         """Why a job cannot be drawn; None if it can."""

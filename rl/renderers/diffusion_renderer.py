@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import TypeVar
 
 from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
@@ -40,23 +40,21 @@ class DiffusionRenderer(Renderer[ConfigT]):
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         super().__init__(config, resources)
-        self.loop = self.load(config, resolve_device(config.device, resources.device))
+        loop, load_parts = self.loop_and_loader()
+        device = resolve_device(config.device, resources.device)
+        self.loop: DiffusionLoop[Any, Any] = loop(config, load_parts(config, device))
         self.state_dim = self.loop.state_dim
         self.loop.may_split = resources.may_split
 
     @classmethod
     @abstractmethod
-    def load(cls, config: ConfigT, device: str) -> DiffusionLoop[Any, Any]:
-        """The loop, with its models on the device."""
-
-    @classmethod
-    @abstractmethod
-    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
-        """The settings that jobs must share to be drawn in one batch: the render loop's."""
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+        """(the class of the render loop, the function that loads its models to a device). They
+        import torch."""
 
     @classmethod
     def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
-        return cls.bucket_of(config, job), config.batch_size
+        return cls.loop_and_loader()[0].bucket_of(config, job), config.batch_size
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)
@@ -92,11 +90,9 @@ class DiffusionRenderer(Renderer[ConfigT]):
         return True
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan.
-
-        From `hub_parameters`, or from a local folder's safetensors headers; {} for other hub ids.
-        """
+    def part_sizes(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, from `hub_parameters` or from a local folder's
+        safetensors headers; {} for other hub ids."""
         folder, parts = Path(config.model_path), cls.part_names(config)
         if folder.is_dir():
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
@@ -123,30 +119,27 @@ def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
 # Noise schedules of flow-matching checkpoints, and the loop over their steps.
 
 
+KEPT: Any = None
+"""Default of a key that keeps the checkpoint's value; null is not a value for it."""
+
+
 class SchedulerOverrides(Section):
     """Keys of the checkpoint's scheduler config to replace; omitted keys keep their values.
 
     For Lightning adapters, set base_shift = max_shift = log 3 and shift_terminal = null.
     """
 
-    use_dynamic_shifting: bool | None = None
+    use_dynamic_shifting: bool = KEPT
     """Shift the sigmas by the picture's size (base_shift, max_shift), not by a constant `shift`."""
-    base_shift: float | None = None
+    base_shift: float = KEPT
     """Log shift for a picture of base_image_seq_len tokens (usually 256)."""
-    max_shift: float | None = None
+    max_shift: float = KEPT
     """Log shift for a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); between the
     two lengths, it is interpolated linearly in the number of tokens."""
-    shift: Annotated[float, Field(gt=0, le=1000)] | None = None
+    shift: Annotated[float, Field(gt=0, le=1000)] = KEPT
     """Constant shift factor, with use_dynamic_shifting: false."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
-
-    @model_validator(mode="after")
-    def _only_shift_terminal_may_be_null(self) -> SchedulerOverrides:
-        for key in sorted(self.model_fields_set - {"shift_terminal"}):
-            if getattr(self, key) is None:
-                raise ValueError(f"{key}: null is invalid; omit it to keep the checkpoint's value")
-        return self
 
 
 def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:

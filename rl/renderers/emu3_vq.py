@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rl.api.plugin import Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.plugin import Dtype, FrozenModelConfig, ModelCost, ModelFiles, Resources, SavesMemory
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import MAX_COUNT
@@ -42,7 +42,7 @@ class Config(FrozenModelConfig):
     transformers' format, from which only the tokenizer is read."""
     dtype: Dtype = "float32"
     """Data type of the decoder; weights stored in another one are converted when loaded."""
-    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 16
     """Pictures of 256x256 px per batch, proportionally fewer of larger ones; halved for a batch
     that does not fit in memory."""
 
@@ -91,15 +91,10 @@ class Emu3Vq(Renderer[Config]):
         return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
 
     @classmethod
-    def parameter_counts(cls, config: Config) -> dict[str, float]:
-        """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
-        count = count_parameters(config.model_path)
-        return {} if count is None else {"vq": count}
-
-    @classmethod
-    def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a decode: about six full-size feature maps with twice the
-        base channels, in the block that halves their channels."""
-        file = Path(config.model_path) / "config.json"
+    def cost(cls, config: Config) -> ModelCost:
+        """At the peak of a decode about six full-size feature maps with twice the base channels
+        are alive, in the block that halves their channels."""
+        file, count = Path(config.model_path) / "config.json", count_parameters(config.model_path)
         tokenizer = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
-        return {"vq": 12.0 * tokenizer.get("base_channels", 256) * config.batch_size * 256 * 256}
+        values = 12.0 * tokenizer.get("base_channels", 256) * config.batch_size * 256 * 256
+        return ModelCost({} if count is None else {"vq": count}, {"vq": values})

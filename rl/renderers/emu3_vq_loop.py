@@ -16,7 +16,7 @@ from PIL import Image
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.files import over_white
 from rl.model_files import align_weights
-from rl.renderers.diffusion_loop import Fits, Outcome, render_in_batches, to_pictures
+from rl.renderers.diffusion_loop import Fits, Outcome, batches_of, render_in_batches, to_pictures
 from rl.renderers.vq_checkpoint import INDEX, ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
 
 if TYPE_CHECKING:
@@ -102,19 +102,12 @@ class Emu3Codec:
     ) -> list[np.ndarray]:
         """Scale each picture to about `area_px` and return its codes [h, w] int32."""
         scaled = [fit(picture, area_px, self.patch_px) for picture in pictures]
-        indices_by_size: dict[tuple[int, int], list[int]] = {}
-        for index, picture in enumerate(scaled):
-            indices_by_size.setdefault(picture.size, []).append(index)
         codes: dict[int, np.ndarray] = {}
-        for indices in indices_by_size.values():
-            for start in range(0, len(indices), batch_size):
-                batch = indices[start : start + batch_size]
-                pixels = self.processor.preprocess(
-                    [scaled[index] for index in batch], do_resize=False, do_pad=False
-                )["pixel_values"]
-                tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels)))
-                rows = tensors.cpu().numpy().astype(np.int32)
-                codes.update(zip(batch, rows, strict=True))
+        for _, batch in batches_of(scaled, lambda picture: (picture.size, batch_size), {}):
+            indices, pictures_B = zip(*batch, strict=True)
+            pixels = self.processor.preprocess(list(pictures_B), do_resize=False, do_pad=False)
+            tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels["pixel_values"])))
+            codes.update(zip(indices, tensors.cpu().numpy().astype(np.int32), strict=True))
         return [codes[index] for index in range(len(pictures))]
 
 
@@ -232,7 +225,7 @@ class Emu3VqLoop:
 
         Raises ValueError if this decoder does not know the codes, RuntimeError if it fails.
         """
-        codes_by_key: dict[bytes, np.ndarray] = {}
+        drawn: dict[bytes, Image.Image] = {}
         for sample in samples:
             for name, codes in _missing_pictures(sample):
                 if reason := self._why_invalid(codes):
@@ -240,17 +233,17 @@ class Emu3VqLoop:
                         f"sample {sample.id!r}: its {name} cannot be drawn: {reason}; tokenise the "
                         "data with the renderer's own model_path (rl prepare)"
                     )
-                codes_by_key[_key(codes)] = codes
-        drawn = {key: self._cache[key] for key in codes_by_key if key in self._cache}
-        missing = [codes for key, codes in codes_by_key.items() if key not in drawn]
-        for number, outcome in render_in_batches(
-            missing, lambda codes: (None, 1), lambda codes: None, self._draw_batch, {}
-        ):
-            if isinstance(outcome, RenderFailure):
-                raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
-            drawn[_key(missing[number])] = outcome
+                key = _key(codes)
+                if key not in drawn:
+                    drawn[key] = self._cache.get(key) or self._draw_source(codes)
         self._cache.update(drawn)
         return [_with_pictures(s, drawn) for s in samples]
+
+    def _draw_source(self, codes: np.ndarray) -> Image.Image:
+        [outcome] = self._draw_batch([codes], None)
+        if isinstance(outcome, RenderFailure):
+            raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
+        return outcome
 
     def _why_invalid(self, codes: np.ndarray) -> str | None:
         if codes.ndim != 2 or not codes.size:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.plugin import ModelCost
+from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
-from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import shape_of
 from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_problems, wrong_steps
 from rl.renderers.qwen_image_config import (
@@ -16,8 +16,8 @@ from rl.renderers.qwen_image_config import (
     SIZE_MULTIPLE_PX,
     TEXT_TOKENS,
     QwenImage,
-    forwards_per_picture,
     output_area_px,
+    rows_per_picture,
 )
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
@@ -53,16 +53,10 @@ class QwenImage21(QwenImage[Config]):
     }
 
     @classmethod
-    def load(cls, config: Config, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.qwen_image_21_loop import QwenImage21Loop, load_parts
 
-        return QwenImage21Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_21_loop import QwenImage21Loop
-
-        return QwenImage21Loop.bucket_of(config, job)
+        return QwenImage21Loop, load_parts
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
@@ -89,39 +83,24 @@ class QwenImage21(QwenImage[Config]):
         return [*problems, step_problem] if step_problem else problems
 
     @classmethod
-    def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a forward, per part, for a memory plan.
-
-        Transformer: the keys and values of `max_pictures` sources (twice with guidance) and of each
-        row's text, and about 18 tensors of [tokens, width] for the drawn pictures or for the
-        sources, whichever have more tokens. VAE: about 8 feature maps of twice 144 channels.
-        """
+    def cost(cls, config: Config) -> ModelCost:
+        """Alive in the transformer: the keys and values of `max_pictures` sources (twice with
+        guidance) and of each row's text, and about 18 tensors of [tokens, width] for the drawn
+        pictures or for the sources, whichever have more tokens; in the VAE: about 8 feature maps
+        of twice 144 channels. Drawn tokens pass all weights in each forward, and attend to text and
+        source, which are left out as queries: they are computed once per batch."""
         layers, width = shape_of(config, HUB_SHAPE)
-        rows_each = 2 if config.true_cfg_scale > 1 else 1
-        drawn_tokens, source_tokens = (
-            area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
-        )
-        kept_tokens = config.max_pictures * source_tokens * rows_each
-        rows = config.batch_size * rows_each
-        return {
-            "transformer": width
-            * (
-                2 * layers * (kept_tokens + rows * PLANNED_TEXT_TOKENS)
-                + FORWARD_TENSORS * max(rows * drawn_tokens, kept_tokens)
+        drawn_px, source_px = output_area_px(config), config.condition_area_px
+        drawn, source = drawn_px / PATCH_PX**2, source_px / PATCH_PX**2
+        rows = config.batch_size * rows_per_picture(config)
+        kept = config.max_pictures * source * rows_per_picture(config)
+        values = 2 * layers * (kept + rows * PLANNED_TEXT_TOKENS)
+        values += FORWARD_TENSORS * max(rows * drawn, kept)
+        decoded_px = max(drawn_px, source_px, 1024 * 1024)
+        return ModelCost(
+            cls.planned_weights(config),
+            {"transformer": width * values, "vae": 8 * 2 * DECODER_CHANNELS * decoded_px},
+            picture_flops=cls.picture_flops(
+                config, HUB_SHAPE, 1, drawn, drawn + TEXT_TOKENS + source
             ),
-            "vae": 8
-            * 2
-            * DECODER_CHANNELS
-            * max(output_area_px(config), config.condition_area_px, 1024 * 1024),
-        }
-
-    @classmethod
-    def picture_flops(cls, config: Config) -> float | None:
-        """Drawn tokens pass all weights in each forward, and attend to text and source, which are
-        left out as queries: they are computed once per batch."""
-        if not (params := cls.transformer_params(config)):
-            return None
-        drawn = output_area_px(config) / PATCH_PX**2
-        keys = drawn + TEXT_TOKENS + config.condition_area_px / PATCH_PX**2
-        each = denoising_flops(params, *shape_of(config, HUB_SHAPE), drawn, keys)
-        return forwards_per_picture(config) * each
+        )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
+from rl.api.types import RenderJob
 from rl.config.loading import located, not_a_file
 from rl.config.schema import RunConfig
 from rl.files import row_of
@@ -73,6 +74,20 @@ def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
     return output_size(config, sources[-1] if sources else (1, 1))
 
 
+class Bucket(NamedTuple):
+    """The settings that jobs must share to be drawn in one batch."""
+
+    output: Size
+    """Size of the rendered picture."""
+    edits: bool
+    """Whether there are sources."""
+
+
+def bucket_of(config: Config, job: RenderJob) -> Bucket:
+    sources = [source.size for source in job.sample.sources]
+    return Bucket(drawn_size(config, sources), bool(sources))
+
+
 def sigmas_of_folder(config: Config) -> Sequence[float] | None:
     """Noise levels of a local folder's model_index.json; None for a hub id, or if it has none."""
     file = Path(config.model_path, INDEX)
@@ -131,18 +146,18 @@ def size_problems(config: Config, run: RunConfig) -> list[str]:
     smallest, largest = areas_px(config)
     low, high = _processor_bounds(run.policy)
     messages = []
-    for key, default, fix, resizes in (
-        ("image_min_pixels", low, smallest, lambda bound: bound > smallest),
-        ("image_max_pixels", high, largest, lambda bound: bound < largest),
+    for key, default, area_px, sign in (
+        ("image_min_pixels", low, smallest, 1),
+        ("image_max_pixels", high, largest, -1),
     ):
         configured = run.policy.get(key)
         bound = default if configured is None else configured
-        if isinstance(bound, int) and resizes(bound):
+        if isinstance(bound, int) and sign * bound > sign * area_px:
             whose = f"policy.{key} is" if configured is not None else f"the policy's own {key} is"
             messages.append(
                 f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, so the "
                 "policy would see some sources at another size than the VAE; set "
-                f"policy.{key}: {fix}"
+                f"policy.{key}: {area_px}"
             )
     return messages
 

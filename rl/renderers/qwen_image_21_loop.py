@@ -16,13 +16,13 @@ from rl.api.types import HiddenStates, RenderJob
 from rl.config.loading import is_folder
 from rl.files import digest
 from rl.renderers.diffusion_loop import in_slices, seeded_noise
-from rl.renderers.diffusion_renderer import denoise
 from rl.renderers.qwen_image_21_config import (
     NUM_POSITIONS,
     TOKENS_PER_SLOT,
+    Bucket,
     Config,
+    bucket_of,
     condition_sizes,
-    drawn_size,
     sigmas_of_folder,
     sigmas_of_index,
     wrong_steps,
@@ -373,16 +373,6 @@ def _norm(tokens: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor
 # The Qwen-Image-2.1 render loop: hidden states and source pictures in, pictures out.
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """The settings that jobs must share to be drawn in one batch."""
-
-    output: Size
-    """Size of the rendered picture."""
-    edits: bool
-    """Whether there are sources."""
-
-
 def load_parts(config: Config, device: str) -> EditorParts:
     """Load from a hub id or folder. Raises ValueError if the checkpoint's number of sigmas differs
     from the config's number of steps."""
@@ -395,15 +385,8 @@ def load_parts(config: Config, device: str) -> EditorParts:
     )
     if problem := wrong_steps(config, sigmas):
         raise ValueError(f"renderer.{problem}")
-    return load_modules(
-        config,
-        device,
-        QwenImage21Transformer2DModel,
-        AutoencoderKLQwenImage21,
-        PictureVae,
-        move=lambda model, to_device: model.to(to_device),
-        sigmas=sigmas,
-    )
+    classes = QwenImage21Transformer2DModel, AutoencoderKLQwenImage21, PictureVae
+    return load_modules(config, device, *classes, sigmas)
 
 
 class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
@@ -413,8 +396,10 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
     (4e-4 with guidance 3). In half precision only the same batch reproduces a picture exactly.
     """
 
+    bucket_of = staticmethod(bucket_of)
+
     def __init__(self, config: Config, parts: EditorParts) -> None:
-        super().__init__(config, parts, config.max_pictures)
+        super().__init__(config, parts)
         transformer = parts.transformer
         self.state_dim = transformer.config.context_in_dim
         kernel = choose_kernel("auto", str(transformer.device), transformer.dtype)
@@ -425,12 +410,6 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         """The plugin's `metrics` since the last call; {} if no job had sources."""
         rows, self._rows_of_groups = self._rows_of_groups, []
         return {"rows_per_start": sum(rows) / len(rows)} if rows else {}
-
-    @staticmethod
-    def bucket_of(config: Config, job: RenderJob) -> Bucket:
-        """The size of the job's picture, and whether it has sources."""
-        sources = [source.size for source in job.sample.sources]
-        return Bucket(drawn_size(config, sources), bool(sources))
 
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
         """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
@@ -476,10 +455,10 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
             rows = [*rows, *(self._row(job, job.payload.negative_embeds) for job in jobs)]
         conditioning = self._denoiser.prepare(in_groups(rows), shape)
         scheduler = self._prepared_scheduler(latents.shape[1])
-        latents = denoise(
+        latents = self._denoise(
             latents,
             scheduler,
-            lambda step, x: self._predict(x, conditioning, scheduler.timesteps[step]),
+            lambda step, x: self._denoiser.velocity(x, conditioning, scheduler.timesteps[step]),
         )
         return latents.transpose(1, 2).unflatten(2, shape)
 
@@ -493,16 +472,9 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         )
         return Row(states.to(transformer.device, transformer.dtype), pictures)
 
-    def _predict(
-        self, latents: torch.Tensor, conditioning: Conditioning, timestep: torch.Tensor
-    ) -> torch.Tensor:
-        """Velocity [B, tokens, channels]; under guidance (Ho & Salimans 2022, eq. 6) one forward
-        computes each row twice, with its prompt and with the negative prompt."""
-        scale = self.config.true_cfg_scale
-        if scale == 1:
-            return self._denoiser.velocity(latents, conditioning, timestep)
-        rows = self._denoiser.velocity(torch.cat([latents, latents]), conditioning, timestep)
-        positive, negative = rows.chunk(2)
+    @staticmethod
+    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+        """Classifier-free guidance (Ho & Salimans 2022, eq. 6)."""
         return negative + scale * (positive - negative)
 
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:

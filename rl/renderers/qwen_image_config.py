@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
-from rl.api.plugin import FrozenModelConfig, ModelFiles, Saving, unread
+from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory
+from rl.api.types import RenderJob
 from rl.config.loading import is_folder, not_a_file
-from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig
+from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig, Unread
+from rl.meter import denoising_flops
 from rl.model_files import missing_model
-from rl.renderers.diffusion_renderer import DiffusionRenderer, SchedulerOverrides, transformer_value
+from rl.renderers.diffusion_renderer import (
+    DiffusionRenderer,
+    SchedulerOverrides,
+    shape_of,
+    transformer_value,
+)
 
 # ---- denoising config ----------------------------------------------------------------------------
 # Config keys that the Qwen-Image plugins share, and picture sizes computed from them.
@@ -43,13 +50,15 @@ class DenoisingConfig(FrozenModelConfig):
     (0..1) change by 0.0009 on average and 0.11 at most; from 20 to 4, by 0.0018 and 0.27."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 4.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
-    negative_prompt: str = " "
+    negative_prompt: Annotated[str, Unread("true_cfg_scale", 1)] = " "
     """What guidance steers away from; read only when true_cfg_scale > 1."""
     height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture height, px, multiple of 16; None = from output_area_px."""
     width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture width, px, multiple of 16; None = from output_area_px."""
-    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
+    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT), Unread("height_px")] = (
+        1024 * 1024
+    )
     """Area of the rendered picture, px^2; the last source's aspect is kept (a square without
     sources), sides in multiples of 32."""
     condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
@@ -59,7 +68,7 @@ class DenoisingConfig(FrozenModelConfig):
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area each source is resized to for the policy, px^2. Must equal condition_area_px for
     qwen_image_21, which replaces each of the policy's image tokens with latents of that area."""
-    fp8: Literal["off", "storage"] = "off"
+    fp8: Annotated[Literal["off", "storage"], SavesMemory("storage", exact=False)] = "off"
     """'storage': store the matrices of the transformer's blocks in 8 bits, half their memory. An
     approximation: the tiny editor's pictures (0..1, 2 steps) change by 0.0016 on average and 0.28
     at most (bfloat16 alone: 0.0022 and 0.33), those of Qwen-Image-2.1 (20 steps) by 0.0005 and 0.02
@@ -70,6 +79,11 @@ class DenoisingConfig(FrozenModelConfig):
     """File name inside lora_path when that is a folder or hub id with several."""
     scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
     """Values that replace keys of the checkpoint's scheduler config, for few-step adapters."""
+
+    @property
+    def most_sources(self) -> int:
+        """Limit of source pictures per sample."""
+        return getattr(self, "max_pictures", 1)
 
 
 def fit_area(area_px: int, source_size: Size) -> Size:
@@ -91,6 +105,23 @@ def output_size(config: DenoisingConfig, source_size: Size) -> Size:
     if config.height_px is not None and config.width_px is not None:
         return config.width_px, config.height_px
     return fit_area(config.output_area_px, source_size)
+
+
+class Bucket(NamedTuple):
+    """The settings that jobs must share to be drawn in one batch."""
+
+    output: Size
+    """Size of the rendered picture."""
+    conditions: tuple[Size, ...]
+    """Size of each source as the VAE sees it."""
+
+
+def edit_bucket(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
+    """The picture has the aspect of the last source. None: no source, so no picture."""
+    if not (sources := job.sample.sources):
+        return None
+    conditions = tuple(fit_area(config.condition_area_px, source.size) for source in sources)
+    return Bucket(output_size(config, sources[-1].size), conditions)
 
 
 # ---- qwen image plugin base ----------------------------------------------------------------------
@@ -137,14 +168,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         return problems
 
     @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if config.true_cfg_scale == 1:
-            yield from unread(config, "negative_prompt", "true_cfg_scale is 1")
-        if config.height_px is not None:
-            yield from unread(config, "output_area_px", "height_px and width_px are given")
-
-    @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
         """The pipeline's index file, which is optional, and the parts that are loaded."""
         index = {"config": "model_index.json", "config_required": False, "weights": ()}
@@ -156,17 +179,23 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         ]
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Counted as weights of `config.dtype`; an fp8 weight is 1/2 (float32: 1/4) of one."""
-        counts = super().parameter_counts(config)
+    def planned_weights(cls, config: ConfigT) -> Mapping[str, float]:
+        """As weights of `config.dtype`, of which an fp8 weight is 1/2 (float32: 1/4)."""
+        counts = cls.part_sizes(config)
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
         return counts
 
     @classmethod
-    def transformer_params(cls, config: ConfigT) -> float:
-        """Weights of the transformer on the device, of any dtype; 0 if unknown."""
-        return super().parameter_counts(config).get("transformer", 0.0)
+    def picture_flops(
+        cls, config: ConfigT, hub_shape: Mapping[str, int], share: float, *tokens_and_keys: float
+    ) -> float | None:
+        """Of one picture; each token passes `share` of the transformer's weights. None: unknown."""
+        params = cls.part_sizes(config).get("transformer")
+        if not params:
+            return None
+        each = denoising_flops(share * params, *shape_of(config, hub_shape), *tokens_and_keys)
+        return config.num_steps * rows_per_picture(config) * each
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
@@ -175,16 +204,10 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         is_known = width is None and config.model_path in cls.hub_parameters
         return cls.hub_state_dim if is_known else width
 
-    @classmethod
-    def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Suggests a batch size of 1 first, then fp8 weights."""
-        fp8 = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
-        return [*super().savings(config), *fp8]
 
-
-def forwards_per_picture(config: DenoisingConfig) -> int:
-    """Forwards of one row: the steps, twice with guidance."""
-    return config.num_steps * (2 if config.true_cfg_scale > 1 else 1)
+def rows_per_picture(config: DenoisingConfig) -> int:
+    """Rows of a batch that draw one picture: two with guidance."""
+    return 2 if config.true_cfg_scale > 1 else 1
 
 
 def output_area_px(config: DenoisingConfig) -> int:

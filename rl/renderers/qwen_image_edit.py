@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from rl.api.types import PromptTemplate, RenderJob
+from rl.api.plugin import ModelCost
+from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT, RunConfig
-from rl.meter import denoising_flops
 from rl.model_files import num_parameters
-from rl.renderers.diffusion_renderer import shape_of
 from rl.renderers.qwen_image_config import (
     MODULATIONS,
     PATCH_PX,
@@ -21,8 +20,8 @@ from rl.renderers.qwen_image_config import (
     ConfigT,
     DenoisingConfig,
     QwenImage,
-    forwards_per_picture,
     output_area_px,
+    rows_per_picture,
 )
 
 # ---- qwen image editor ---------------------------------------------------------------------------
@@ -63,21 +62,10 @@ class QwenImageEditor(QwenImage[ConfigT]):
     }
 
     @classmethod
-    def load(cls, config: ConfigT, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.qwen_image_loop import QwenImageLoop, load_parts
 
-        return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
-
-    @classmethod
-    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
-        from rl.renderers.qwen_image_loop import QwenImageLoop
-
-        return QwenImageLoop.bucket_of(config, job)
-
-    @classmethod
-    def max_pictures(cls, config: ConfigT) -> int:
-        """Limit of source pictures per sample."""
-        return 1
+        return QwenImageLoop, load_parts
 
     @classmethod
     def prompt_template(cls, config: ConfigT) -> PromptTemplate:
@@ -88,7 +76,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
             picture=cls.picture,
-            max_pictures=cls.max_pictures(config),
+            max_pictures=config.most_sources,
         )
 
     @classmethod
@@ -109,42 +97,31 @@ class QwenImageEditor(QwenImage[ConfigT]):
         return not MODULATIONS & set(parameter.split("."))
 
     @classmethod
-    def host_parameters(cls, config: ConfigT) -> float:
-        """Parameters of the transformer's modulation."""
+    def cost(cls, config: ConfigT) -> ModelCost:
+        """About 20 tensors of [tokens, 3072] are alive in the transformer, 8 feature maps of 96
+        channels in the VAE. Text tokens, those of the source included, pass one half of a block's
+        weights; latents, the drawn picture's and the source's, pass the other half.
+
+        The transformer's modulation stays on the host; an adapter is fused into a copy per rank."""
         folder = Path(config.model_path)
-        if not folder.is_dir():
-            return HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
-        return num_parameters(folder / "transformer", lambda name: not cls.is_on_device(name))
-
-    @classmethod
-    def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """False with an adapter, which is fused into a copy per rank."""
-        return config.lora_path is None
-
-    @classmethod
-    def activation_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Values alive at the peak of a forward, per part, for a memory plan.
-
-        About 20 tensors of [tokens, 3072] in the transformer, 8 feature maps of 96 channels in the
-        VAE.
-        """
-        rows = config.batch_size * (2 if config.true_cfg_scale > 1 else 1)
-        area_px = output_area_px(config) + cls.max_pictures(config) * config.condition_area_px
-        return {
-            "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
-            "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
-        }
-
-    @classmethod
-    def picture_flops(cls, config: ConfigT) -> float | None:
-        """Text tokens, those of the source included, pass one half of a block's weights; latents,
-        the drawn picture's and the source's, pass the other half."""
-        if not (params := cls.transformer_params(config)):
-            return None
-        latents = (output_area_px(config) + config.condition_area_px) / PATCH_PX**2
-        tokens = latents + TEXT_TOKENS + config.policy_image_area_px / PX_OF_POLICY_TOKEN
-        each = denoising_flops(params / 2, *shape_of(config, HUB_SHAPE), tokens, tokens)
-        return forwards_per_picture(config) * each
+        drawn_px, source_px = output_area_px(config), config.condition_area_px
+        rows = config.batch_size * rows_per_picture(config)
+        area_px = drawn_px + config.most_sources * source_px
+        modulation = HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
+        if folder.is_dir():
+            modulation = num_parameters(folder / "transformer", lambda n: not cls.is_on_device(n))
+        tokens = (drawn_px + source_px) / PATCH_PX**2
+        tokens += TEXT_TOKENS + config.policy_image_area_px / PX_OF_POLICY_TOKEN
+        return ModelCost(
+            cls.planned_weights(config),
+            {
+                "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
+                "vae": 8 * 96 * max(drawn_px, source_px),
+            },
+            modulation,
+            host_shared=config.lora_path is None,
+            picture_flops=cls.picture_flops(config, HUB_SHAPE, 0.5, tokens, tokens),
+        )
 
 
 # ---- qwen image edit -----------------------------------------------------------------------------
@@ -178,7 +155,3 @@ class QwenImageEditPlus(QwenImageEditor[EditPlusConfig]):
 
     pipeline = "QwenImageEditPlusPipeline"
     picture = "Picture {number}: {image}"
-
-    @classmethod
-    def max_pictures(cls, config: EditPlusConfig) -> int:
-        return config.max_pictures

@@ -20,14 +20,13 @@ from torch import nn
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.files import digest, over_white
 from rl.model_files import align_weights
-from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
+from rl.renderers.diffusion_loop import DiffusionLoop, guided, in_slices, seeded_noise
 from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
-from rl.renderers.qwen_image_config import PATCH_PX, DenoisingConfig, Size, fit_area, output_size
+from rl.renderers.qwen_image_config import PATCH_PX, Bucket, DenoisingConfig, Size, edit_bucket
 from rl.renderers.qwen_image_denoiser import (
     Conditioning,
     Denoiser,
     ModulationTables,
-    StepModulation,
     move_without_modulation,
     round_blocks,
 )
@@ -169,8 +168,7 @@ def load_parts(config: DenoisingConfig, device: str) -> EditorParts:
     """Load an editor's modules from a hub id or folder."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-    classes = QwenImageTransformer2DModel, AutoencoderKLQwenImage, FrameVae
-    return load_modules(config, device, *classes, move_without_modulation)
+    return load_modules(config, device, QwenImageTransformer2DModel, AutoencoderKLQwenImage)
 
 
 def load_modules(
@@ -178,12 +176,10 @@ def load_modules(
     device: str,
     transformer_class: Any,
     vae_class: Any,
-    frame_vae: type[FrameVae],
-    move: Callable[[Any, str], object],
+    frame_vae: type[FrameVae] = FrameVae,
     sigmas: Sequence[float] | None = None,
 ) -> EditorParts:
-    """Load transformer, VAE and scheduler; fuse the adapter, if any. `move` moves the transformer
-    to the device."""
+    """Load transformer, VAE and scheduler; fuse the adapter, if any."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     origin = origin_of(config)
@@ -194,7 +190,7 @@ def load_modules(
         "device_map": {"": "cpu"},
     }
     transformer = transformer_class.from_pretrained(subfolder="transformer", **origin, **weights)
-    prepare_transformer(transformer, config, device, move)
+    prepare_transformer(transformer, config, device)
     vae = vae_class.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     align_weights(transformer, device)
     align_weights(vae, device)
@@ -212,21 +208,19 @@ def origin_of(config: DenoisingConfig) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
 
 
-def prepare_transformer(
-    transformer: Any, config: DenoisingConfig, device: str, move: Callable[[Any, str], object]
-) -> None:
-    """Fuse the adapter, round to 8 bits if `config.fp8` asks for it, and `move` the transformer.
+def prepare_transformer(transformer: Any, config: DenoisingConfig, device: str) -> None:
+    """Fuse the adapter, round to 8 bits if `config.fp8` asks for it, and move the transformer.
 
     With `fp8` the unrounded weights need not fit on the device: the adapter is fused in host
     memory, and blocks are rounded one part at a time.
     """
     if config.fp8 == "off":
-        move(transformer, device)
+        move_without_modulation(transformer, device)
     if config.lora_path:
         fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
     if config.fp8 != "off":
         round_blocks(transformer, device)
-        move(transformer, device)
+        move_without_modulation(transformer, device)
 
 
 def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
@@ -255,10 +249,8 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
     """Draws from a policy's hidden states and source pictures, each of which is encoded once."""
 
-    def __init__(self, config: ConfigT, parts: EditorParts, max_pictures: int) -> None:
-        """`max_pictures`: most source pictures of a job."""
+    def __init__(self, config: ConfigT, parts: EditorParts) -> None:
         super().__init__(config, parts, PATCH_PX)
-        self._max_pictures = max_pictures
         self._cache: LRUCache[tuple[bytes, Size], torch.Tensor] = LRUCache(NUM_KEPT_SOURCES)
 
     def _failure_of(self, job: RenderJob) -> RenderFailure | None:
@@ -270,10 +262,10 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
                 "true_cfg_scale > 1 needs negative_embeds from the policy; set true_cfg_scale: 1 "
                 "or use a policy that encodes the renderer's negative prompt"
             )
-        if (num_sources := len(job.sample.sources)) > self._max_pictures:
-            return RenderFailure(
-                f"too_many_sources: {num_sources}; this renderer reads at most {self._max_pictures}"
-            )
+        num_sources, most = len(job.sample.sources), self.config.most_sources
+        if num_sources > most:
+            reason = f"too_many_sources: {num_sources}; this renderer reads at most {most}"
+            return RenderFailure(reason)
         bucket = self.bucket_of(self.config, job)
         needed, by_pictures, limit = self._positions(job, bucket)
         if needed <= limit:
@@ -313,22 +305,28 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
         sigmas = uniform if parts.sigmas is None else np.array(parts.sigmas)
         return prepared(parts.scheduler, num_tokens, parts.transformer.device, sigmas=sigmas)
 
+    @staticmethod
+    @abstractmethod
+    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+        """The guided velocity. All [B, tokens, channels]."""
+
+    def _denoise(
+        self,
+        latents: torch.Tensor,
+        scheduler: Any,
+        velocity: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """`denoise`, with guidance if `true_cfg_scale` is above 1."""
+        if (scale := self.config.true_cfg_scale) > 1:
+            velocity = guided(velocity, partial(self.guide, scale=scale))
+        return denoise(latents, scheduler, velocity)
+
 
 # ---- qwen image loop -----------------------------------------------------------------------------
 # The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out.
 
 NUM_ROTARY_ROWS = 4096
 """Rows of the transformer's rotary table: half the longer picture side plus the text must fit."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The settings that jobs must share to be drawn in one batch."""
-
-    output: Size
-    """Size of the rendered picture."""
-    conditions: tuple[Size, ...]
-    """Size of each source as the VAE sees it."""
 
 
 class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
@@ -339,21 +337,13 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
     up to 2e-2 (5/255, tiny model), so only the same batch reproduces a bfloat16 picture exactly.
     """
 
-    def __init__(self, config: DenoisingConfig, parts: EditorParts, max_pictures: int = 1) -> None:
-        super().__init__(config, parts, max_pictures)
+    bucket_of = staticmethod(edit_bucket)
+
+    def __init__(self, config: DenoisingConfig, parts: EditorParts) -> None:
+        super().__init__(config, parts)
         self.state_dim = parts.transformer.config.joint_attention_dim
         self._denoiser = Denoiser(parts.transformer)
         self._modulation = ModulationTables(parts.transformer)
-
-    @staticmethod
-    def bucket_of(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
-        """The picture has the aspect of the last source. None: no source, so no picture."""
-        if not (sources := job.sample.sources):
-            return None
-        return Bucket(
-            output=output_size(config, sources[-1].size),
-            conditions=tuple(fit_area(config.condition_area_px, s.size) for s in sources),
-        )
 
     def _failure_of(self, job: RenderJob) -> RenderFailure | None:
         if not job.sample.sources:
@@ -377,24 +367,15 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         conditioning = self._conditioning(jobs, bucket)
         scheduler = self._prepared_scheduler(latents.shape[1])
         table = self._modulation.of_schedule(scheduler.timesteps)
-        latents = denoise(
+        latents = self._denoise(
             latents,
             scheduler,
-            lambda step, x: self._predict(x, conditioning, table[step].to(transformer.device)),
+            lambda step, x: self._denoiser.velocity(
+                x, conditioning, table[step].to(transformer.device)
+            ),
         )
         decode, picture_px = self.parts.vae.decode, bucket.output[0] * bucket.output[1]
         return in_slices(unpack(latents, height, width), decode, picture_px)
-
-    def _predict(
-        self, latents: torch.Tensor, conditioning: Conditioning, modulation: StepModulation
-    ) -> torch.Tensor:
-        """Velocity [B, tokens, channels]; under guidance one forward has all rows twice."""
-        scale = self.config.true_cfg_scale
-        if scale == 1:
-            return self._denoiser.velocity(latents, conditioning, modulation)
-        rows = self._denoiser.velocity(torch.cat([latents, latents]), conditioning, modulation)
-        positive, negative = rows.chunk(2)
-        return guide(positive, negative, scale)
 
     def _conditioning(self, jobs: Sequence[RenderJob], bucket: Bucket) -> Conditioning:
         """The inputs of all positive rows, followed by all negative rows under guidance."""
@@ -417,6 +398,18 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         sources = sources.repeat(len(states) // len(jobs), 1, 1)
         return self._denoiser.prepare(states, sources, shapes)
 
+    @staticmethod
+    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+        """Classifier-free guidance (Ho & Salimans 2022, eq. 6) with the editor's own norm rescale.
+
+        `negative + scale * (positive - negative)`, each token then brought back to the norm of its
+        positive prediction. All [B, tokens, channels].
+        """
+        combined = negative + scale * (positive - negative)
+        return combined * (
+            torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
+        )
+
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
         width, height = size
         pixels = self._pixels.preprocess(over_white(picture), height, width)
@@ -435,15 +428,3 @@ def unpack(latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
     batch, _, channels = latents.shape
     latents = latents.view(batch, height, width, channels // 4, 2, 2)
     return latents.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
-
-
-def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
-    """Classifier-free guidance (Ho & Salimans 2022, eq. 6) with the editor's own norm rescale.
-
-    `negative + scale * (positive - negative)`, each token then brought back to the norm of its
-    positive prediction. All [B, tokens, channels].
-    """
-    combined = negative + scale * (positive - negative)
-    return combined * (
-        torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
-    )

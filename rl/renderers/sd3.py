@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
-from rl.api.types import RenderJob
+from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles
 from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
 from rl.renderers.sd3_config import PATCH_PX, Config
@@ -46,22 +45,10 @@ class SD3(DiffusionRenderer[Config]):
     }
 
     @classmethod
-    def load(cls, config: Config, device: str) -> Any:
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
         from rl.renderers.sd3_loop import SD3Loop, load_parts
 
-        return SD3Loop(config, load_parts(config, device))
-
-    @classmethod
-    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
-        from rl.renderers.sd3_loop import SD3Loop
-
-        return SD3Loop.bucket_of(config, job)
-
-    @classmethod
-    def no_effect(cls, config: Config) -> Iterable[str]:
-        yield from super().no_effect(config)
-        if config.guidance_scale == 1:
-            yield from unread(config, "negative_prompt", "guidance_scale is 1")
+        return SD3Loop, load_parts
 
     @classmethod
     def part_names(cls, config: Config) -> Sequence[str]:
@@ -91,33 +78,22 @@ class SD3(DiffusionRenderer[Config]):
         return parts
 
     @classmethod
-    def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a forward, per part, for a memory plan.
-
-        About 14 tensors of [tokens, width] in the transformer, 8 feature maps of 128 channels in
-        the VAE, which decodes one 1024^2 picture, or smaller ones of that total area, at once.
-        """
-        rows = config.batch_size * (2 if config.guidance_scale > 1 else 1)
-        area_px = config.height_px * config.width_px
-        num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
+    def cost(cls, config: Config) -> ModelCost:
+        """About 14 tensors of [tokens, width] are alive in the transformer, 8 feature maps of 128
+        channels in the VAE, which decodes one 1024^2 picture, or smaller ones of that total area,
+        at once. FLOPs are known only for SD3 Medium: a token passes 12 width^2 weights per layer,
+        separate ones for text and latents. Text encoders and VAE are left out."""
+        rows_each = 2 if config.guidance_scale > 1 else 1
+        rows, area_px = config.batch_size * rows_each, config.height_px * config.width_px
+        tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
-        _, width = shape_of(config, LARGE if "large" in config.model_path else MEDIUM)
-        return {"transformer": 14 * width * rows * num_tokens, "vae": 8 * 128 * decoded_px}
-
-    @classmethod
-    def savings(cls, config: Config) -> Sequence[Saving]:
-        """First smaller batches, then no T5."""
-        without_t5 = [Saving("use_t5", False, exact=False)] if config.use_t5 else []
-        return [*super().savings(config), *without_t5]
-
-    @classmethod
-    def picture_flops(cls, config: Config) -> float | None:
-        """Known only for SD3 Medium. A token passes 12 width^2 weights per layer; text and latents
-        have separate ones. Text encoders and VAE are left out."""
-        if config.model_path != Config.model_fields["model_path"].default:
-            return None
-        layers, width = shape_of(config, MEDIUM)
-        tokens = config.height_px * config.width_px / PATCH_PX**2
-        tokens += TEXT_TOKENS_CLIP + config.max_t5_tokens
-        each = denoising_flops(12 * width**2 * layers, layers, width, tokens, tokens)
-        return config.num_steps * (2 if config.guidance_scale > 1 else 1) * each
+        layers, width = shape_of(config, LARGE if "large" in config.model_path else MEDIUM)
+        flops = None
+        if config.model_path == Config.model_fields["model_path"].default:
+            each = denoising_flops(12 * width**2 * layers, layers, width, tokens, tokens)
+            flops = config.num_steps * rows_each * each
+        return ModelCost(
+            cls.part_sizes(config),
+            {"transformer": 14 * width * rows * tokens, "vae": 8 * 128 * decoded_px},
+            picture_flops=flops,
+        )

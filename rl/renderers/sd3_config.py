@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl.api.plugin import FrozenModelConfig
-from rl.config.schema import MAX_SIDE_PX
+from rl.api.plugin import FrozenModelConfig, SavesMemory
+from rl.config.schema import MAX_SIDE_PX, Unread
 from rl.renderers.diffusion_renderer import SchedulerOverrides
 
 PATCH_PX = 16
@@ -24,13 +24,13 @@ class Config(FrozenModelConfig):
     """Denoising steps, transformer forwards per picture (twice that with guidance)."""
     guidance_scale: Annotated[float, Field(ge=1, le=1000)] = 7.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
-    negative_prompt: str = ""
+    negative_prompt: Annotated[str, Unread("guidance_scale", 1)] = ""
     """What guidance steers away from; read only when guidance_scale > 1."""
     height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
     """Picture height, px, multiple of 16."""
     width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
     """Picture width, px, multiple of 16."""
-    use_t5: bool = True
+    use_t5: Annotated[bool, SavesMemory(False, exact=False)] = True
     """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are
     followed less closely, and CLIP's 77 tokens are then all that is read."""
     max_t5_tokens: Annotated[int, Field(ge=1, le=512)] = 256

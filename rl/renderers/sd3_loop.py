@@ -14,7 +14,7 @@ from cachetools import LRUCache, cachedmethod
 from rl.api.types import RenderJob
 from rl.model_files import align_weights
 from rl.progress import weights_counted
-from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
+from rl.renderers.diffusion_loop import DiffusionLoop, guided, in_slices, seeded_noise
 from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
 from rl.renderers.sd3_config import Config
 
@@ -22,6 +22,9 @@ from rl.renderers.sd3_config import Config
 # Encodes prompts with Stable Diffusion 3's three text encoders.
 
 logger = logging.getLogger(__name__)
+# They would log every prompt that is cut; the loop logs the first and counts all.
+for _name in ("diffusers.pipelines.stable_diffusion_3", "transformers.tokenization_utils_base"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 NUM_KEPT_PROMPTS = 64
 """Encoded prompts cached between batches and calls (2.7 MB each in bfloat16)."""
@@ -41,84 +44,6 @@ class TextStates:
     """Tokens beyond max_t5_tokens, which T5 did not read; 0 if it read all, or without T5."""
 
 
-@dataclass(frozen=True)
-class TextParts:
-    """The frozen text encoders with their tokenizers."""
-
-    tokenizers: tuple[Any, Any]
-    """CLIPTokenizer of CLIP-L and of CLIP-G."""
-    encoders: tuple[Any, Any]
-    """CLIPTextModelWithProjection, CLIP-L and CLIP-G."""
-    tokenizer_3: Any | None
-    """T5 tokenizer; None: the third encoder is left out, and its states are zeros."""
-    encoder_3: Any | None
-    """T5EncoderModel, or None."""
-
-
-class PromptEncoder:
-    """Encodes prompts as `StableDiffusion3Pipeline.encode_prompt` does for one, bit for bit.
-
-    Each prompt is encoded alone, so that its states do not depend on other prompts and a resumed
-    run renders the same bits.
-    """
-
-    def __init__(self, parts: TextParts, max_t5_tokens: int, states_dim: int) -> None:
-        """`states_dim`: D, the width that the transformer reads."""
-        self.parts = parts
-        self._max_clip_tokens = parts.tokenizers[0].model_max_length
-        self._max_t5_tokens = max_t5_tokens
-        self._states_dim = states_dim
-        self._cache: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
-        self._warned = False
-
-    @cachedmethod(lambda self: self._cache, lambda self, prompt: prompt)
-    @torch.no_grad()
-    def encode(self, prompt: str) -> TextStates:
-        """Encode the prompt, unless its states are cached."""
-        parts = self.parts
-        states, pooled, num_cut = [], [], 0
-        for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
-            ids, cut = _tokenize(tokenizer, prompt, self._max_clip_tokens)
-            output = encoder(ids.to(encoder.device, non_blocking=True), output_hidden_states=True)
-            states.append(output.hidden_states[-2])
-            pooled.append(output.text_embeds)
-            num_cut = max(num_cut, cut)
-        clip = torch.cat(states, dim=-1)
-        clip = torch.nn.functional.pad(clip, (0, self._states_dim - clip.shape[-1]))
-        t5, num_t5_cut = clip.new_zeros(1, self._max_t5_tokens, self._states_dim), 0
-        if parts.encoder_3 is not None:
-            # Padding is attended to, as in training.
-            ids, num_t5_cut = _tokenize(parts.tokenizer_3, prompt, self._max_t5_tokens)
-            t5 = parts.encoder_3(ids.to(parts.encoder_3.device, non_blocking=True))[0]
-        self._warn(prompt, num_cut, num_t5_cut)
-        return TextStates(
-            torch.cat([clip, t5], dim=-2), torch.cat(pooled, dim=-1), num_cut, num_t5_cut
-        )
-
-    def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
-        """Warn once per run; the renderer's `take_metrics` counts every such prompt."""
-        if self._warned or not (num_clip_cut or num_t5_cut):
-            return
-        self._warned = True
-        reads = "no encoder" if self.parts.encoder_3 is None else "only the third encoder"
-        logger.warning(
-            "renderer sd3: a prompt has %d tokens beyond CLIP's %d, which %s reads, and %d beyond "
-            "renderer.max_t5_tokens=%d; ask for fewer words in policy.system_prompt, or lower "
-            "sampling.max_completion_tokens (logged once, counted always). The prompt: %.300s",
-            *(num_clip_cut, self._max_clip_tokens, reads),
-            *(num_t5_cut, self._max_t5_tokens, prompt),
-        )
-
-
-def _tokenize(tokenizer: Any, prompt: str, length: int) -> tuple[torch.Tensor, int]:
-    """([1, length] ids, padded or cut, and how many tokens were cut off)."""
-    ids = tokenizer(
-        prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    uncut_ids = tokenizer(prompt, verbose=False).input_ids
-    return ids, max(0, len(uncut_ids) - length)
-
-
 # ---- sd3 loop ------------------------------------------------------------------------------------
 # The Stable Diffusion 3 render loop: written prompts in, pictures out.
 
@@ -126,22 +51,14 @@ LATENT_PX = 8
 """One latent per 8x8 px."""
 
 
-@dataclass(frozen=True)
-class SD3Parts:
-    """The frozen modules, in evaluation mode, on one device and in one dtype."""
-
-    transformer: Any
-    """SD3Transformer2DModel."""
-    vae: Any
-    """AutoencoderKL."""
-    scheduler: Any
-    """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
-    text: TextParts
-
-
-def load_parts(config: Config, device: str) -> SD3Parts:
-    """Load every part from a hub id or folder."""
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+def load_parts(config: Config, device: str) -> Any:
+    """The stock pipeline, with every part loaded from a hub id or folder and on the device."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
     from transformers import (
         CLIPTextModelWithProjection,
         CLIPTokenizer,
@@ -154,7 +71,7 @@ def load_parts(config: Config, device: str) -> SD3Parts:
             config.model_path, subfolder=subfolder, revision=config.revision, **options
         )
 
-    def load_model(part_class: Any, subfolder: str, dtype_argument: str = "torch_dtype") -> Any:
+    def load_model(part_class: Any, subfolder: str, dtype_argument: str = "dtype") -> Any:
         options = {"use_safetensors": True, dtype_argument: getattr(torch, config.dtype)}
         # Straight to the device: eight ranks would otherwise hold eight copies in host memory.
         model = load(part_class, subfolder, device_map={"": device}, **options)
@@ -163,30 +80,30 @@ def load_parts(config: Config, device: str) -> SD3Parts:
 
     scheduler = load(FlowMatchEulerDiscreteScheduler, "scheduler")
     with weights_counted():
-        text = TextParts(
-            tokenizers=(load(CLIPTokenizer, "tokenizer"), load(CLIPTokenizer, "tokenizer_2")),
-            encoders=(
-                load_model(CLIPTextModelWithProjection, "text_encoder", "dtype"),
-                load_model(CLIPTextModelWithProjection, "text_encoder_2", "dtype"),
+        encoders = {
+            "text_encoder": load_model(CLIPTextModelWithProjection, "text_encoder"),
+            "text_encoder_2": load_model(CLIPTextModelWithProjection, "text_encoder_2"),
+            "text_encoder_3": (
+                load_model(T5EncoderModel, "text_encoder_3") if config.use_t5 else None
             ),
-            tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
-            encoder_3=(
-                load_model(T5EncoderModel, "text_encoder_3", "dtype") if config.use_t5 else None
-            ),
-        )
-    return SD3Parts(
-        transformer=load_model(SD3Transformer2DModel, "transformer"),
-        vae=load_model(AutoencoderKL, "vae"),
+        }
+    return StableDiffusion3Pipeline(
+        transformer=load_model(SD3Transformer2DModel, "transformer", "torch_dtype"),
+        vae=load_model(AutoencoderKL, "vae", "torch_dtype"),
         scheduler=override_scheduler(scheduler, config.scheduler_overrides),
-        text=text,
+        tokenizer=load(CLIPTokenizer, "tokenizer"),
+        tokenizer_2=load(CLIPTokenizer, "tokenizer_2"),
+        tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
+        **encoders,
     )
 
 
-class SD3Loop(DiffusionLoop[Config, str]):
+class SD3Loop(DiffusionLoop[Config, None]):
     """Draws `StableDiffusion3Pipeline`'s pictures at stock settings up to rounding. A job's payload
     is its prompt. In float32 the other jobs of a batch change a picture (0..1) by 2e-6 to 4e-6."""
 
-    def __init__(self, config: Config, parts: SD3Parts) -> None:
+    def __init__(self, config: Config, parts: Any) -> None:
+        """`parts`: a StableDiffusion3Pipeline. Its scheduler is stateful: batches run on copies."""
         patch_px = LATENT_PX * parts.transformer.config.patch_size
         longest = patch_px * parts.transformer.config.pos_embed_max_size
         for key in ("height_px", "width_px"):
@@ -196,9 +113,8 @@ class SD3Loop(DiffusionLoop[Config, str]):
                     f"side, {getattr(config, key)} given"
                 )
         super().__init__(config, parts, LATENT_PX)
-        self._prompts = PromptEncoder(
-            parts.text, config.max_t5_tokens, parts.transformer.config.joint_attention_dim
-        )
+        self._kept: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
+        self._warned = False
         self._cuts: list[tuple[int, int]] = []
 
     def take_metrics(self) -> dict[str, float]:
@@ -212,16 +128,12 @@ class SD3Loop(DiffusionLoop[Config, str]):
             "t5_cut_share": sum(t5 > 0 for _, t5 in cuts) / len(cuts),
         }
 
-    @staticmethod
-    def bucket_of(config: Config, job: RenderJob) -> str:
-        return "all of one size"
-
     @torch.no_grad()
-    def render_tensor(self, jobs: Sequence[RenderJob], bucket: str = "") -> torch.Tensor:
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: None = None) -> torch.Tensor:
         """Render a batch: [B, 3, H, W], the renderer's dtype, nominally -1..1."""
         config, transformer = self.config, self.parts.transformer
         height, width = config.height_px // LATENT_PX, config.width_px // LATENT_PX
-        states_B = [self._prompts.encode(job.payload) for job in jobs]
+        states_B = [self._encode(job.payload) for job in jobs]
         shape = (transformer.config.in_channels, height, width)
         noise = seeded_noise((job.noise_seed for job in jobs), shape)
         latents = noise.to(transformer.device, transformer.dtype)
@@ -229,19 +141,60 @@ class SD3Loop(DiffusionLoop[Config, str]):
         num_tokens = height * width // transformer.config.patch_size**2
         steps = {"num_inference_steps": config.num_steps}
         scheduler = prepared(self.parts.scheduler, num_tokens, transformer.device, **steps)
-        latents = denoise(
-            latents,
-            scheduler,
-            lambda step, x: self._predict(x, embeds, pooled, scheduler.timesteps[step]),
-        )
+
+        def velocity(step: int, rows: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = transformer(
+                hidden_states=rows,
+                timestep=scheduler.timesteps[step].expand(len(rows)),
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+            return output
+
+        predict = guided(velocity, self._guide) if config.guidance_scale > 1 else velocity
+        latents = denoise(latents, scheduler, predict)
         pictures = in_slices(latents, self._decode, config.height_px * config.width_px)
         self._cuts += [(states.num_clip_cut, states.num_t5_cut) for states in states_B]
         return pictures
 
+    @cachedmethod(lambda self: self._kept, lambda self, prompt: prompt)
+    @torch.no_grad()
+    def _encode(self, prompt: str) -> TextStates:
+        """Encode a prompt alone, unless it is cached: its states must not depend on other prompts,
+        so that a resumed run renders the same bits."""
+        pipeline, length = self.parts, self.config.max_t5_tokens
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        num_clip_cut, num_t5_cut = (
+            max(len(tokenizer(prompt, verbose=False).input_ids) - most if tokenizer else 0, 0)
+            for tokenizer, most in (
+                (pipeline.tokenizer, pipeline.tokenizer_max_length),
+                (pipeline.tokenizer_3, length),
+            )
+        )
+        self._warn(prompt, num_clip_cut, num_t5_cut)
+        return TextStates(embeds, pooled, num_clip_cut, num_t5_cut)
+
+    def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
+        """Warn once per run; `take_metrics` counts every such prompt."""
+        if self._warned or not (num_clip_cut or num_t5_cut):
+            return
+        self._warned = True
+        reads = "no encoder" if self.parts.text_encoder_3 is None else "only the third encoder"
+        logger.warning(
+            "renderer sd3: a prompt has %d tokens beyond CLIP's %d, which %s reads, and %d beyond "
+            "renderer.max_t5_tokens=%d; ask for fewer words in policy.system_prompt, or lower "
+            "sampling.max_completion_tokens (logged once, counted always). The prompt: %.300s",
+            *(num_clip_cut, self.parts.tokenizer_max_length, reads),
+            *(num_t5_cut, self.config.max_t5_tokens, prompt),
+        )
+
     @cached_property
     def _negative(self) -> TextStates:
         """The states of the negative prompt, encoded once per run."""
-        return self._prompts.encode(self.config.negative_prompt)
+        return self._encode(self.config.negative_prompt)
 
     def _conditioning(self, states_B: Sequence[TextStates]) -> tuple[torch.Tensor, torch.Tensor]:
         """Text states [R, tokens, D] and pooled states [R, P]. With guidance, the rows are all
@@ -251,25 +204,8 @@ class SD3Loop(DiffusionLoop[Config, str]):
             rows = [self._negative] * len(rows) + rows
         return torch.cat([s.embeds for s in rows]), torch.cat([s.pooled for s in rows])
 
-    def _predict(
-        self,
-        latents: torch.Tensor,
-        embeds: torch.Tensor,
-        pooled: torch.Tensor,
-        timestep: torch.Tensor,
-    ) -> torch.Tensor:
-        """Velocity [B, C, h, w], guided (Ho & Salimans 2022, eq. 6) if there are negative rows."""
-        rows = latents.repeat(len(embeds) // len(latents), 1, 1, 1)
-        velocity: torch.Tensor = self.parts.transformer(
-            hidden_states=rows,
-            timestep=timestep.expand(len(rows)),
-            encoder_hidden_states=embeds,
-            pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        if len(rows) == len(latents):
-            return velocity
-        negative, positive = velocity.chunk(2)
+    def _guide(self, negative: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+        """Classifier-free guidance (Ho & Salimans 2022, eq. 6). All [B, C, h, w]."""
         return negative + self.config.guidance_scale * (positive - negative)
 
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:

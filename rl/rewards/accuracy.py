@@ -8,7 +8,9 @@ import time
 import unicodedata
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -34,43 +36,41 @@ def last_block(text: str, name: str) -> str | None:
     return None if start < 0 else text[start + len(name) + 2 : end]
 
 
-# ---- accuracy ------------------------------------------------------------------------------------
-# Reads numbers with units as exact fractions: '1,200.5 cm', '50%', '1 1/2'.
+# ---- values --------------------------------------------------------------------------------------
+# Reads answers that are no formulas: numbers with units as exact fractions ('1,200.5 cm', '50%',
+# '1 1/2'), dates, and what means its characters (a score, a code).
 
 MAX_NUMBER_CHARS = 60
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """0.333333 equals 1/3. Whole numbers are compared exactly."""
 
-_SYMBOLS = {
-    "°": ("degree", "deg"),
-    "m": ("meter", "metre"),
-    "cm": ("centimeter", "centimetre"),
-    "mm": ("millimeter", "millimetre"),
-    "km": ("kilometer", "kilometre"),
-    "in": ("inch", "inches"),
-    "ft": ("foot", "feet"),
-    "mi": ("mile",),
-    "g": ("gram",),
-    "kg": ("kilogram",),
-    "mg": ("milligram",),
-    "s": ("second", "sec"),
-    "min": ("minute",),
-    "h": ("hour", "hr"),
-    "L": ("liter", "litre", "l"),
-    "mL": ("milliliter", "millilitre", "ml"),
-    "$": ("dollar", "usd"),
-    "€": ("euro", "eur"),
-    "%": ("percent", "percentage", "pct"),
-}
-_SYMBOL_OF = {
-    unit: symbol
-    for symbol, names in _SYMBOLS.items()
-    for name in names
-    for unit in (name, f"{name}s")
-}
-_KNOWN_SYMBOLS = frozenset(
-    ("°C", "°F", "K", "N", "J", "W", "V", "A", "Hz", "Pa", "lb", "m/s", "km/h", "cm/s", "£", "¥")
-).union(_SYMBOLS)
+_UNITS = """
+° degree deg
+m meter metre
+cm centimeter centimetre
+mm millimeter millimetre
+km kilometer kilometre
+in inch inches
+ft foot feet
+mi mile
+g gram
+kg kilogram
+mg milligram
+s second sec
+min minute
+h hour hr
+L liter litre l
+mL milliliter millilitre ml
+$ dollar usd
+€ euro eur
+% percent percentage pct
+"""
+"""A symbol and its names on each line; names may end in s."""
+_OTHER_SYMBOLS = "°C °F K N J W V A Hz Pa lb m/s km/h cm/s £ ¥"
+_SYMBOL_OF = {symbol: symbol for symbol in _OTHER_SYMBOLS.split()}
+for _symbol, *_names in map(str.split, _UNITS.strip().split("\n")):
+    _SYMBOL_OF |= {unit: _symbol for name in _names for unit in (name, f"{name}s")}
+    _SYMBOL_OF[_symbol] = _symbol
 _POWERS = {"square ": "^2", "sq ": "^2", "sq. ": "^2", "cubic ": "^3"}
 _NO_UNITS = frozenset(
     ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
@@ -78,14 +78,14 @@ _NO_UNITS = frozenset(
 """Words that change the number and are not units."""
 _PLURAL = re.compile(r"(?<=ss)es$|(?<=[cs]h)es$|(?<=x)es$|(?<!s)s$")
 
+_TIMES = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[*x\u00d7·])\s*10\s*(?:\^|\*\*)")
+_TEN = re.compile(r"(?<![\d.,])10\s*\^")
+_EXPONENT = re.compile(r"e\s*\{?([+-]?\d+)\}?")
 _NUMBER = re.compile(
     r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
-    (?: (?P<whole>\d+)\s+(?P<over>\d+)/(?P<under>\d+)
-      | (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
-      | 10\s*\^\s*\{?(?P<ten>[+-]?\d{1,3})\}?
-      | (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
-        (?:(?:[eE]|\s*(?:\\times|\\cdot|[*x\u00d7·])\s*10\s*(?:\^|\*\*)\s*\{?)
-        (?P<power>[+-]?\d{1,3})\}?)?
+    (?:(?P<whole>\d+)\s+(?=\d+/))?
+    (?P<number>\d+\s*/\s*\d+
+      | (?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?
     )
     (?P<space>\s*)(?P<unit>[^\d\s].*)?""",
     re.VERBOSE,
@@ -93,39 +93,37 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class Quantity:
-    """A number with its unit."""
+class Value:
+    """What an answer means that is no formula."""
 
-    number: Fraction
+    content: Fraction | str
+    """A number, or the normal form of a date, a score, a code, ..."""
     unit: str
     """'' if there is none; '%' and '$' are units."""
 
 
-def read_quantity(text: str) -> Quantity | None:
-    """The quantity if the whole text is one, else None."""
+def read_value(text: str) -> Value | None:
+    """The value if the whole text is one, else None."""
+    return _quantity(text) or _literal(text)
+
+
+def _quantity(text: str) -> Value | None:
     if len(text) > MAX_NUMBER_CHARS or not text.isprintable():
         return None
-    match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
+    text = _TEN.sub("1e", _TIMES.sub("e", text.strip().replace("\u2212", "-")))
+    match = _NUMBER.fullmatch(_EXPONENT.sub(r"e\1", text))
     if match is None:
         return None
-    number = _number(match)
     unit = _unit(match["unit"] or "", bool(match["space"]))
     currency = match["currency"] or match["currency2"] or ""
-    if number is None or unit is None or (unit and currency):
+    if unit is None or (unit and currency):
         return None
-    return Quantity(-number if match["sign"] == "-" else number, unit or currency)
-
-
-def _number(match: re.Match[str]) -> Fraction | None:
-    if match["ten"]:
-        return Fraction(10) ** int(match["ten"])
-    if match["digits"]:
-        power = Fraction(10) ** int(match["power"] or 0)
-        return Fraction(match["digits"].replace(",", "").rstrip(".")) * power
-    over, under = match["over"] or match["numerator"], match["under"] or match["denominator"]
-    if int(under) == 0:
+    digits = re.sub(r"[\s,]", "", match["number"])
+    try:
+        number = Fraction(match["whole"] or 0) + Fraction(digits)
+    except ZeroDivisionError:
         return None
-    return Fraction(int(match["whole"] or 0)) + Fraction(int(over), int(under))
+    return Value(-number if match["sign"] == "-" else number, unit or currency)
 
 
 def _unit(text: str, has_space: bool) -> str | None:
@@ -139,8 +137,7 @@ def _unit(text: str, has_space: bool) -> str | None:
     base, hat, power = unit.partition("^")
     if not base or (hat and power not in ("2", "3")):
         return None if unit else ""
-    symbol = _SYMBOL_OF.get(base.lower(), base)
-    if symbol in _KNOWN_SYMBOLS:
+    if symbol := _SYMBOL_OF.get(base) or _SYMBOL_OF.get(base.lower()):
         is_bare_letter = len(symbol) == 1 and symbol.isalpha()
         return symbol + hat + power if has_space or not is_bare_letter else None
     words = base.lower().split()
@@ -150,24 +147,81 @@ def _unit(text: str, has_space: bool) -> str | None:
     return " ".join(_PLURAL.sub("", word) for word in words) + hat + power
 
 
-def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether number and unit are the same. A unit that only one of them has is ignored, but a
+def same_value(gold: Value, answer: Value) -> bool:
+    """Whether content and unit are the same. A unit that only one of them has is ignored, but a
     percentage equals a plain gold only as a fraction of 1; 50 % may also be written 50 or 0.5."""
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False
-    if _same_number(gold.number, answer.number):
-        return bool(gold.unit) or answer.unit != "%" or gold.number == 0
     units = {gold.unit, answer.unit}
+    if "" not in units and len(units) == 2:
+        return False
+    first, second = gold.content, answer.content
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    if _same_number(first, second):
+        return bool(gold.unit) or answer.unit != "%" or first == 0
     if units != {"%", ""}:
         return False
-    percents, share = (gold, answer) if gold.unit == "%" else (answer, gold)
-    return _same_number(percents.number / 100, share.number)
+    percents, share = (first, second) if gold.unit == "%" else (second, first)
+    return _same_number(percents / 100, share)
 
 
 def _same_number(gold: Fraction, answer: Fraction) -> bool:
     if gold.denominator == answer.denominator == 1:
         return gold == answer
     return abs(gold - answer) <= RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
+
+
+_DASH = re.compile(r"\s*[-\u2010-\u2015\u2212]\s*|(?<=\d)\s+to\s+(?=\d)")
+_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\d+)\}?")
+_LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_JOINED = r"\d+(?:\.\d+)?(?:\s?[-:]\s?\d+(?:\.\d+)?)+|\d+(?:[./]\d+){2,}"
+_NUMBERS = re.compile(
+    rf"(?P<parts>(?:{_JOINED})(?:\s*,\s*(?:{_JOINED}))*)"
+    r"(?:\s+(?P<unit>[A-Za-z°%][^\d]*)|\s*(?P<half>[ap]\.?m\.?))?",
+    re.IGNORECASE,
+)
+"""Scores, ranges, times, dates, versions, telephone numbers: 3-1, 10:30 am, 5/6/2021, 1.2.3."""
+_CODE = re.compile(
+    r"(?=.*[A-Za-z])(?=.*\d)(?!\d+[a-z]+$)(?![a-z]-)[A-Za-z0-9]+(?:-[A-Z0-9]+)*"
+    r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]{1,2}|[A-Za-z]{1,3}-"
+    r"|[A-Z]{1,4}(?:[/&][A-Z]{1,4})+"
+)
+"""B2, H2O, F-16, 5th, C#, A+, AC/DC; not 2x and x-1, which are formulas."""
+
+
+def _literal(text: str) -> Value | None:
+    """An answer that means its characters, although a parser would read a formula: 3-1 is a score,
+    not 2, and B2 is not 2B. None for other answers."""
+    text = _SUBSCRIPT.sub(r"\1", text).replace("\\#", "#").translate(_LOW_DIGITS).rstrip("!?,;: ")
+    if date := _date(text):
+        return Value(date, "")
+    text = _DASH.sub("-", text)
+    if numbers := _NUMBERS.fullmatch(text):
+        parts = re.findall(r"\d+(?:\.\d+)?(?=[-:,\s]|$)|\d+|,", numbers["parts"])
+        unit = re.sub(r"[\s.]", "", numbers["unit"] or numbers["half"] or "")
+        # 05/06 is 5/6, but a telephone number keeps its zeros.
+        parts = [str(int(part)) if re.fullmatch(r"0\d", part) else part for part in parts]
+        return Value("-".join(parts), unit.casefold())
+    text = text.replace(" ", "-")
+    if _CODE.fullmatch(text) and not _FUNCTION.search(text):
+        return Value(re.sub(r"-(?=\w)", "", text).casefold(), "")
+    return None
+
+
+_DATE_FORMATS = (
+    "%b %d %Y", "%d %b %Y", "%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d-%m-%Y", "%d/%m/%Y", "%d.%m.%Y",
+    "%m-%d-%Y", "%m/%d/%Y", "%m.%d.%Y",
+)  # fmt: skip
+
+
+def _date(text: str) -> str | None:
+    """Year-month-day; None if it is no date, or if day and month could be confused."""
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)?(?: of)?(?=[ ,])|,|(?<=[a-z])\.", "", text)
+    text = re.sub(r"([A-Za-z]{3})[a-z]*", r"\1", text)
+    dates = set()
+    for form in _DATE_FORMATS:
+        with suppress(ValueError):
+            dates.add(f"{datetime.strptime(text, form):%Y-%m-%d}")
+    return dates.pop() if len(dates) == 1 else None
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -187,8 +241,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{([^
 _SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|\s+°")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
-_BARE_CHOICE = re.compile(r"[(\[]?([A-Ja-j])[)\].:]*")
-_CHOICE = re.compile(r"[(\[]?([A-J])[)\].:]\s*(\S.*)", re.DOTALL)
+_CHOICE = re.compile(r"[(\[]?(?:([A-Ja-j])[)\].:]*|([A-J])[)\].:]\s*(\S.*))", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _AND = re.compile(r",?\s*(?:\\(?:text|mathrm)\s*\{\s*and\s*\}|\band\b)\s*")
@@ -196,28 +249,6 @@ _FUNCTIONS = "arcsin arccos arctan sqrt sin cos tan cot sec csc log ln exp min m
 _FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?=[\W\d_]|$)")
 _OPERATOR = re.compile(r"[\d\\=<>+*/^|≤≥≠√π±∞-]")
 _PUNCTUATION = re.compile(r"[^\w\s](?!\d)")
-_DASH = re.compile(r"\s*[-\u2010-\u2015\u2212]\s*|(?<=\d)\s+to\s+(?=\d)")
-_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\d+)\}?")
-_LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_JOINED = r"\d+(?:\.\d+)?(?:\s?[-:]\s?\d+(?:\.\d+)?)+|\d+(?:[./]\d+){2,}"
-_NUMBERS = re.compile(
-    rf"(?P<parts>(?:{_JOINED})(?:\s*,\s*(?:{_JOINED}))*)"
-    r"(?:\s+(?P<unit>[A-Za-z°%][^\d]*)|\s*(?P<half>[ap]\.?m\.?))?",
-    re.IGNORECASE,
-)
-"""Scores, ranges, times, dates, versions, telephone numbers: 3-1, 10:30 am, 5/6/2021, 1.2.3."""
-_CODE = re.compile(
-    r"(?=.*[A-Za-z])(?=.*\d)(?!\d+[a-z]+$)(?![a-z]-)[A-Za-z0-9]+(?:-[A-Z0-9]+)*"
-    r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]{1,2}|[A-Za-z]{1,3}-"
-    r"|[A-Z]{1,4}(?:[/&][A-Z]{1,4})+"
-)
-"""B2, H2O, F-16, 5th, C#, A+, AC/DC; not 2x and x-1, which are formulas."""
-_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-_MONTH, _DAY = rf"({'|'.join(_MONTHS)})[a-z]*\.?", r"(\d{1,2})(?:st|nd|rd|th)?"
-_NAMED = (
-    re.compile(rf"{_MONTH} {_DAY},? (\d{{4}})", re.IGNORECASE),
-    re.compile(rf"{_DAY}(?: of)? {_MONTH},? (\d{{4}})", re.IGNORECASE),
-)
 _AS_LATEX = (
     ("**", "^"), ("²", "^{2}"), ("³", "^{3}"), ("°", r"^{\circ}"), ("\u00d7", r"\times "),
     ("·", r"\cdot "), ("÷", "/"), ("\u2212", "-"), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
@@ -249,14 +280,19 @@ def bare(text: str) -> str:
 
 def _is_one_pair(inner: str, opening: str, closing: str) -> bool:
     """Whether the delimiters belong together: no in `$1$ or $2$` and `\\text{a} \\text{b}`."""
-    if closing != "}":
-        return opening not in inner and closing not in inner
-    depth = 0
-    for char in inner:
-        depth += (char == "{") - (char == "}")
-        if depth < 0:
-            return False
-    return depth == 0
+    if closing == "}":
+        return up_to_closing_brace(inner + "}") == inner
+    return opening not in inner and closing not in inner
+
+
+def up_to_closing_brace(text: str) -> str | None:
+    """The text up to the brace that closes one opened just before it; None if it stays open."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[: brace.start()]
+    return None
 
 
 def plain(text: str) -> str:
@@ -275,18 +311,15 @@ def compare(gold: str, answer: str) -> bool | None:
     plain_gold, plain_answer = plain(gold), plain(answer)
     if is_same_text(plain_gold, plain_answer):
         return True
-    dates = _date(plain_gold), _date(plain_answer)
-    if dates[0] and dates[1]:
-        return dates[0] == dates[1]
     by_choice = _compare_choices(plain_gold, plain_answer)
     if by_choice is not None:
         return by_choice
-    quantities = read_quantity(plain_gold), read_quantity(plain_answer)
-    if quantities[0] and quantities[1]:
-        return same_quantity(quantities[0], quantities[1])
-    literal, answered = _literal(plain_gold), _literal(plain_answer)
-    if literal or answered:
-        return literal is not None and answered is not None and _same_literal(literal, answered)
+    value, answered = read_value(plain_gold), read_value(plain_answer)
+    if value and answered:
+        return same_value(value, answered)
+    # A number may still equal a formula.
+    if any(each and isinstance(each.content, str) for each in (value, answered)):
+        return False
     if is_formula(gold) and not _has_words(answer):
         return None
     return _normalized(plain_gold) == _normalized(plain_answer) != ""
@@ -297,47 +330,6 @@ def is_same_text(gold: str, answer: str) -> bool:
     and 102 the same.)"""
     folded = (unicodedata.normalize("NFC", text).casefold().split() for text in (gold, answer))
     return next(folded) == next(folded)
-
-
-def _literal(text: str) -> tuple[str, str] | None:
-    """(normal form, unit) of an answer that means its characters, although a parser would read a
-    formula: 3-1 is a score, not 2, and B2 is not 2B. None for other answers."""
-    if read_quantity(text):
-        return None
-    text = _SUBSCRIPT.sub(r"\1", text).replace("\\#", "#").translate(_LOW_DIGITS)
-    text = _DASH.sub("-", text).rstrip("!?,;: ")
-    if numbers := _NUMBERS.fullmatch(text):
-        parts = re.findall(r"\d+(?:\.\d+)?(?=[-:,\s]|$)|\d+|,", numbers["parts"])
-        unit = re.sub(r"[\s.]", "", numbers["unit"] or numbers["half"] or "")
-        # 05/06 is 5/6, but a telephone number keeps its zeros.
-        parts = [str(int(part)) if re.fullmatch(r"0\d", part) else part for part in parts]
-        return "-".join(parts), unit.casefold()
-    text = text.replace(" ", "-")
-    if _CODE.fullmatch(text) and not _FUNCTION.search(text):
-        return re.sub(r"-(?=\w)", "", text).casefold(), ""
-    return None
-
-
-def _same_literal(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
-    """As for quantities, a unit that only one of them has is ignored."""
-    return gold[0] == answer[0] and (gold[1] == answer[1] or not (gold[1] and answer[1]))
-
-
-def _date(text: str) -> tuple[int, int, int] | None:
-    """(year, month, day); None if it is no date, or if day and month could be confused."""
-    for number, pattern in enumerate(_NAMED):
-        if found := pattern.fullmatch(text):
-            month, day = found[1 + number], found[2 - number]
-            return int(found[3]), 1 + _MONTHS.index(month[:3].lower()), int(day)
-    numbers = re.fullmatch(r"(\d{4}|\d{1,2})([-/.])(\d{1,2})\2(\d{4}|\d{1,2})", text)
-    if not numbers:
-        return None
-    first, second, third = (int(numbers[n]) for n in (1, 3, 4))
-    if first > 31:
-        return first, second, third
-    if third <= 31 or (first <= 12 and second <= 12 and first != second):
-        return None
-    return (third, second, first) if first > 12 or first == second else (third, first, second)
 
 
 def _compare_choices(gold: str, answer: str) -> bool | None:
@@ -356,11 +348,8 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
 
 def _choice(text: str) -> tuple[str, str]:
     """(option letter, option text); each is '' if the answer has none."""
-    match = _BARE_CHOICE.fullmatch(text)
-    if match:
-        return match[1], ""
     match = _CHOICE.fullmatch(text)
-    return (match[1], match[2]) if match else ("", "")
+    return (match[1] or match[2], match[3] or "") if match else ("", "")
 
 
 def is_formula(text: str) -> bool:
@@ -375,10 +364,9 @@ def _has_words(text: str) -> bool:
 
 
 def needs_verifier(gold: str) -> bool:
-    """Whether a bare gold answer is a formula and no quantity, literal or option."""
+    """Whether a bare gold answer is a formula and no value or option."""
     text = plain(gold)
-    known = read_quantity(text) or _literal(text) or _choice(text)[1]
-    return is_formula(gold) and not known
+    return is_formula(gold) and not (read_value(text) or _choice(text)[1])
 
 
 def as_latex(text: str) -> str:
@@ -506,15 +494,8 @@ def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     """The content of the last complete \\boxed{}."""
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[start + len(_BOXED) :]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start + len(_BOXED) :][: brace.start()]
-    return None
+    _, found, rest = text.rpartition(_BOXED)
+    return up_to_closing_brace(rest) if found else None
 
 
 # ---- format --------------------------------------------------------------------------------------

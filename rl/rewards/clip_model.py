@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
@@ -18,17 +17,13 @@ from rl.progress import weights_counted
 
 REMEMBERED_PROMPTS = 4096
 
-Pair = tuple[str, Image.Image]
-
 
 class ClipModel:
     """A frozen CLIP on one device, for calls from one thread.
 
-    A cosine depends only on its pair, so that a resumed run gets the same bits, although timing
-    decides which pictures share a batch. Kernels of different batch sizes differ in the last bits,
-    so every batch is padded to the same number of rows by repeating a picture. On a CPU also the
-    index of a row matters (MKL sums the last rows of a product in another order than the first), so
-    there each picture is forwarded alone.
+    A cosine depends only on its pair, so that a resumed run gets the same bits: each picture is
+    forwarded alone, because kernels of different batch sizes differ in the last bits, and on a CPU
+    the rows of one batch, too. A ViT-B takes milliseconds, while the renderer draws.
     """
 
     def __init__(self, config: FrozenModelConfig, device: str) -> None:
@@ -43,8 +38,6 @@ class ClipModel:
             path, revision=revision, trust_remote_code=False
         )
         self._processor = CLIPImageProcessorPil.from_pretrained(path, revision=revision)
-        self._num_rows = config.batch_size
-        self._one_by_one = device == "cpu"
         self._max_tokens = model.config.text_config.max_position_embeddings
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
         self._on_device: AbstractContextManager[object] = nullcontext()
@@ -57,46 +50,16 @@ class ClipModel:
             torch.cuda.synchronize(device)
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
 
-    def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | None]:
-        """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture).
-
-        If a batch does not fit in memory, this and all later batches are halved. None: not even one
-        picture fits.
-        """
-        try:
-            cosines: list[tuple[float, bool] | None] = []
-            with torch.inference_mode(), self._on_device, self._on_stream:
-                for start in range(0, len(pairs), self._num_rows):
-                    cosines += self._compare(pairs[start : start + self._num_rows])
-            return cosines
-        except torch.OutOfMemoryError:
-            if self._num_rows == 1:
-                return [None] * len(pairs)
-        self._num_rows //= 2
-        return self.compare(pairs)
-
-    def _compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        prompts = [self._embed_prompt(prompt) for prompt, _ in pairs]
-        text_BD = torch.stack([embedding for embedding, _ in prompts])
-        image_BD = self._embed_pictures([image for _, image in pairs])
-        cosines = (text_BD * image_BD).sum(-1).clamp(-1, 1).tolist()
-        cuts = [was_cut for _, was_cut in prompts]
-        return list(zip(cosines, cuts, strict=True))
-
-    def _embed_pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """[B, D] float32 unit vectors."""
-        rgb = [over_white(image) for image in images]
-        pixels = self._processor(images=rgb, return_tensors="pt")["pixel_values"]
-        if self._one_by_one:
-            batches = torch.arange(len(images)).split(1)
-        else:
-            batches = (torch.arange(self._num_rows).clamp(max=len(images) - 1),)
+    def compare(self, prompt: str, picture: Image.Image) -> tuple[float, bool]:
+        """(cosine in -1..1, whether the prompt was cut)."""
         model = self._model
-        features = [
-            model.get_image_features(pixels[rows].to(model.device, model.dtype)).pooler_output
-            for rows in batches
-        ]
-        return normalize(torch.cat(features)[: len(images)].float(), dim=-1)
+        with torch.inference_mode(), self._on_device, self._on_stream:
+            text_D, was_cut = self._embed_prompt(prompt)
+            inputs = self._processor(images=over_white(picture), return_tensors="pt")
+            pixels = inputs["pixel_values"].to(model.device, model.dtype)
+            features = model.get_image_features(pixels).pooler_output
+            image_D = normalize(features.float(), dim=-1)[0]
+            return (text_D * image_D).sum().clamp(-1, 1).item(), was_cut
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
         """([D] float32 unit vector, whether the prompt was cut). Encoded alone, so that the vector

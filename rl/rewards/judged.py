@@ -16,11 +16,10 @@ from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer, Question
-from rl.api.metric import MetricName
-from rl.api.plugin import PluginConfig, Resources, unread
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import Region, RewardInput, RewardOutput, is_unreadable
-from rl.config.schema import RunConfig, Section
+from rl.config.schema import MetricName, RunConfig, Section, Unread
 from rl.judge import reply
 from rl.judge.reply import (
     DIGITS,
@@ -464,9 +463,9 @@ class Score(Section):
     """Worst value."""
     high: Bound = 10.0
     """Best value."""
-    weight: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min", "sqrt_min")] = 1.0
     """Weight in the mean, under combine 'weighted'."""
-    group: str = ""
+    group: Annotated[str, Unread("combine", "weighted", "min")] = ""
     """Under combine 'sqrt_min': scores with the same group are joined by their minimum."""
 
     @model_validator(mode="after")
@@ -516,13 +515,6 @@ class Rubric(JudgedReward[RubricConfig]):
     @classmethod
     def needs_with(cls, config: RubricConfig) -> Set[str]:
         return set(config.shows) - {"prompt"}
-
-    @classmethod
-    def no_effect(cls, config: RubricConfig) -> Iterable[str]:
-        for name, score in config.scores.items():
-            ignored = {"weighted": "group", "min": "weight group", "sqrt_min": "weight"}
-            why = f"combine is {config.combine!r}"
-            yield from unread(score, ignored[config.combine], why, f"scores.{name}.")
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         [prompt] = self.prompts_for(pictures)

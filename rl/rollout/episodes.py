@@ -9,7 +9,8 @@ import random
 import time
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean, variance
 from typing import Any, Literal, TypeVar
@@ -35,7 +36,6 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.config.schema import FinalReward, RunConfig
-from rl.console import warn
 from rl.files import copied_pictures
 from rl.judge.client import JudgeError
 from rl.printing import excerpt
@@ -48,15 +48,6 @@ from rl.ranks.signals import is_lost_device, is_raised_here
 
 Grades = Mapping[str, RewardOutput]
 """Reward name -> its output."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One picture with its grades, or the reason why there is no picture."""
-
-    image: Image | None
-    failure: RenderFailure | None = None
-    grades: Grades = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -75,6 +66,10 @@ class Picture:
     outcome: Image | RenderFailure | None = None
     has_outcome: bool = False
 
+    @property
+    def failure(self) -> RenderFailure | None:
+        return self.outcome if isinstance(self.outcome, RenderFailure) else None
+
 
 @dataclass(eq=False)
 class Reading:
@@ -84,12 +79,12 @@ class Reading:
     picture: Picture
     base_input: RewardInput
     """The rewards' input without the picture."""
-    verdict: Verdict | None = None
+    grades: Grades = field(default_factory=dict)
     """Set when every reward has graded it."""
 
     @property
     def can_be_graded(self) -> bool:
-        return self.picture.has_outcome and not isinstance(self.picture.outcome, RenderFailure)
+        return self.picture.has_outcome and self.picture.failure is None
 
     @property
     def reward_input(self) -> RewardInput:
@@ -130,67 +125,57 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     for reading in arm.readings:
         require_own_sample(arm.prompt, reading.picture.drawn_of, "drawn")
         require_own_sample(arm.prompt, reading.base_input.sample, "graded")
-    verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
-    drawn = next((verdict for verdict in verdicts if verdict.image is not None), None)
+    drawn = [(r.picture.outcome, r) for r in arm.readings if isinstance(r.picture.outcome, Image)]
+    image, first = drawn[0] if drawn else (None, None)
+    episode = functools.partial(
+        Episode, group_id, arm.prompt, arm.completion, arm.action, noise_seed, image
+    )
+    lost = [r.picture.failure for r in arm.readings if r.picture.failure is not None]
+    by_policy = [failure.reason for failure in lost if failure.blame == "policy"]
+    if arm.failure is not None or by_policy:
+        failure = by_policy[0] if arm.failure is None else arm.failure
+        floor = config.algorithm.policy_failed_reward
+        return episode(Status.POLICY_FAILED, floor, failure=failure)
 
-    def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
-        return Episode(
-            group_id, arm.prompt, arm.completion, arm.action, noise_seed,
-            None if drawn is None else drawn.image, status, reward,
-            failure=failure, **more,
-        )  # fmt: skip
-
-    floor = config.algorithm.policy_failed_reward
-    if arm.failure is not None:
-        return episode(Status.POLICY_FAILED, floor, arm.failure)
-    for verdict in verdicts:
-        if verdict.failure is not None and verdict.failure.blame == "policy":
-            return episode(Status.POLICY_FAILED, floor, verdict.failure.reason)
-
+    graded = [reading.grades for reading in arm.readings if reading.picture.failure is None]
+    outputs = [(name, grade) for grades in graded for name, grade in grades.items()]
+    ungraded = [(name, grade) for name, grade in outputs if grade.failure is not None]
+    causes = [f"renderer: {failure.reason}" for failure in lost]
+    causes += [f"{name}: {grade.failure}\n{grade.traceback}".rstrip() for name, grade in ungraded]
     parts: dict[str, list[float]] = {}
     replies: dict[str, tuple[str, ...]] = {}
-    causes: list[str] = []
-    failures: list[str | None] = []
+    for name, grade in outputs:
+        replies[name] = replies.get(name, ()) + grade.replies
     rewards: list[float] = []
     variances: list[float | None] = []
-    judge_s = 0.0
-    for verdict in verdicts:
-        if verdict.failure is not None:
-            causes.append(f"renderer: {verdict.failure.reason}")
-            failures.append(None)
-            continue
-        for name, grade in verdict.grades.items():
-            replies[name] = replies.get(name, ()) + grade.replies
-            judge_s = max(judge_s, grade.seconds)
-            if grade.failure is not None:
-                failures.append(grade.failure)
-                causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
-        values = values_of(verdict.grades)
+    for grades in graded:
+        values = values_of(grades)
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
         # Outside of training there are no rewards, so there are no grades.
-        reward = compose(values, config.final_reward) if verdict.grades else None
+        reward = compose(values, config.final_reward) if grades else None
         if reward is not None:
             rewards.append(reward)
-            variances.append(judge_variance(verdict.grades, config.final_reward))
+            variances.append(judge_variance(grades, config.final_reward))
     fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
         "regions": {
             name: grade.regions
-            for name, grade in (drawn.grades if drawn else {}).items()
+            for name, grade in (first.grades if first else {}).items()
             if grade.regions
         },
-        "judge_s": judge_s,
+        "judge_s": max((grade.seconds for _, grade in outputs), default=0.0),
+        "failure": "; ".join(causes) or None,
     }
-    is_counted = not rewards or config.judge.unreadable == "lowest"
-    if failures and is_counted:
-        fields["unreadable"] = all(map(is_unreadable, failures))
+    if causes and (not rewards or config.judge.unreadable == "lowest"):
+        fields["unreadable"] = not lost and all(is_unreadable(g.failure) for _, g in ungraded)
     if not rewards:
-        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **fields)
+        fields["failure"] = fields["failure"] or "no reward"
+        return episode(Status.UNGRADED, None, **fields)
     fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}
-    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **fields)
+    return episode(Status.SCORED, fmean(rewards), **fields)
 
 
 def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
@@ -247,19 +232,13 @@ def values_of(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
 Outputs = Sequence[RewardOutput]
 
 
-BLOCKED_S = 1.0
-"""A warning names an `async` reward that blocks the event loop for longer than this."""
-_warned: set[str] = set()
-
-
 async def scores(
-    name: str,
     reward: Reward,
     inputs_G: Sequence[RewardInput],
     unreadable: Literal["ungraded", "lowest"] = "ungraded",
     may_refuse: bool = False,
 ) -> Outputs:
-    """Outputs of the reward `name`, one per input; `inputs_G` has one element if the reward grades
+    """Outputs of a reward, one per input; `inputs_G` has one element if the reward grades
     single pictures. `unreadable`: as `judge.unreadable`. Raises `JudgeError`, which stops the
     run, if the judge is set up wrongly, unless it `may_refuse`."""
     started = time.perf_counter()
@@ -267,14 +246,14 @@ async def scores(
     try:
         inputs: Any = copied_pictures(list(inputs_G))
         if reward.scores_groups():
-            returned = await _call(name, method, inputs)
+            returned = await _call(method, inputs)
             if isinstance(returned, Mapping | str):
                 raise TypeError(f"score_group gives {brief(returned)}; expected a list of scores")
             scores_G = list(returned)
             if len(scores_G) != len(inputs_G):
                 raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
         else:
-            scores_G = [await _call(name, method, inputs[0])]
+            scores_G = [await _call(method, inputs[0])]
         outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
     except BaseException as error:  # a real KeyboardInterrupt reaches only the main thread
         task = asyncio.current_task()
@@ -297,15 +276,11 @@ async def scores(
     return [replace(output, seconds=output.seconds or seconds) for output in outputs_G]
 
 
-async def _call(name: str, method: Callable[..., Any | Awaitable[Any]], argument: object) -> Any:
+async def _call(method: Callable[..., Any | Awaitable[Any]], argument: object) -> Any:
     """Run a coroutine function on this event loop, a plain function (it may block) in a thread."""
-    is_async = inspect.iscoroutinefunction(method)
-    if is_async:
-        result = method(argument)
-    else:
-        result = await asyncio.to_thread(_without_stop, method, argument)
-    if inspect.iscoroutine(result):
-        return await _TimedCoroutine(name, result)
+    if inspect.iscoroutinefunction(method):
+        return await method(argument)
+    result = await asyncio.to_thread(_without_stop, method, argument)
     return await result if inspect.isawaitable(result) else result
 
 
@@ -317,40 +292,6 @@ def _without_stop(method: Callable[..., Any], argument: object) -> Any:
     except StopIteration as error:
         text = "a bare next(...) found nothing: StopIteration"
         raise RuntimeError(text).with_traceback(error.__traceback__) from error
-
-
-class _TimedCoroutine:
-    """Awaits a reward's coroutine, and warns if the reward blocks the event loop, which also
-    receives the judge's replies."""
-
-    def __init__(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._name, self._coroutine = name, coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        resume: Callable[[Any], Any] = self._coroutine.send
-        value: Any = None
-        while True:
-            started = time.perf_counter()
-            try:
-                awaited = resume(value)
-            except StopIteration as end:
-                return end.value
-            finally:
-                self._warn_if_slow(time.perf_counter() - started)
-            try:
-                resume, value = self._coroutine.send, (yield awaited)
-            except BaseException as error:
-                resume, value = self._coroutine.throw, error
-
-    def _warn_if_slow(self, seconds: float) -> None:
-        if seconds > BLOCKED_S and self._name not in _warned:
-            _warned.add(self._name)
-            warn(
-                f"reward {self._name}: its `async` code blocked the event loop for {seconds:.1f} s;"
-                " meanwhile nothing else is graded, and no reply of the judge is read. Make it a"
-                " plain `def`, which runs in a thread, or use `await asyncio.to_thread(...)`"
-                " (logged once)"
-            )
 
 
 # ---- consensus -----------------------------------------------------------------------------------
@@ -372,6 +313,11 @@ def raise_if_interrupted(dist: Dist) -> None:
 # The order of prompts: a weighted mixture of data sources, as a pure function of the iteration.
 
 T = TypeVar("T")
+
+
+def skipping(on_bad_row: OnBadRow) -> AbstractContextManager[None]:
+    """With 'skip', a row that cannot be used ends only the block, without an error."""
+    return suppress(UnusableSampleError) if on_bad_row == "skip" else nullcontext()
 
 
 class PromptOrder:
@@ -433,15 +379,11 @@ class PromptOrder:
     def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
         rows = self._sources[source]
         for step in range(len(rows)):
-            try:
+            with skipping(self._on_bad_row):
                 index = self._index(source, position, step)
                 item = build(copied_pictures(read_row(rows, index, f"data.train.{source}")))
-            except UnusableSampleError:
-                if self._on_bad_row == "error":
-                    raise
-                continue
-            self.num_replaced += step > 0
-            return item
+                self.num_replaced += step > 0
+                return item
         raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
 
 
@@ -462,7 +404,7 @@ def first_samples(
     for source, index in map(mixture.draw, range(num_samples)):
         if index >= len(sources[source]):
             continue
-        try:
+        with skipping(on_bad_row):
             key = f"data.validation.{source}"
             sample = copied_pictures(read_row(sources[source], index, key))
             row = f"{key}, row {index}"
@@ -472,9 +414,6 @@ def first_samples(
                     "one: held-out noise and file names are derived from it"
                 )
             samples.append(sample)
-        except UnusableSampleError:
-            if on_bad_row == "error":
-                raise
     return samples
 
 
@@ -484,13 +423,9 @@ def usable(
     """The samples that `build_prompt` accepts; with 'error', raises for one that it rejects."""
     accepted = []
     for sample in samples:
-        try:
+        with skipping(on_bad_row):
             build_prompt(sample)
-        except UnusableSampleError:
-            if on_bad_row == "error":
-                raise
-            continue
-        accepted.append(sample)
+            accepted.append(sample)
     return accepted
 
 
@@ -504,22 +439,20 @@ class _Mixture:
     def __init__(self, weights: Sequence[float]) -> None:
         self._shares = [weight / sum(weights) for weight in weights]
         self._counts = [0] * len(weights)
-        self._sources = array("H")
-        self._positions = array("q")
+        self._draws: list[tuple[int, int]] = []
 
     def draw(self, n: int) -> tuple[int, int]:
         """Draw n as (source, number of earlier draws from this source)."""
-        while len(self._sources) <= n:
-            num_after = len(self._sources) + 1
+        while len(self._draws) <= n:
+            num_after = len(self._draws) + 1
             deficits = [
                 share * num_after - count
                 for share, count in zip(self._shares, self._counts, strict=True)
             ]
             source = deficits.index(max(deficits))
-            self._sources.append(source)
-            self._positions.append(self._counts[source])
+            self._draws.append((source, self._counts[source]))
             self._counts[source] += 1
-        return self._sources[n], self._positions[n]
+        return self._draws[n]
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 
 from PIL.Image import Image
@@ -23,6 +24,7 @@ from rl.api.types import (
     RenderFailure,
     RenderJob,
     RewardInput,
+    RewardOutput,
     TrainSequence,
 )
 from rl.config.schema import RunConfig
@@ -33,11 +35,11 @@ from rl.progress import PhaseTimer, Progress, counted
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import (
     Arm,
+    Grades,
     Interrupted,
     Outputs,
     Picture,
     Reading,
-    Verdict,
     episode_of,
     require_own_sample,
     scores,
@@ -91,7 +93,7 @@ class Sampled:
     bare: Sequence[Completion | None]
     """_P, the bare arm; None where it was not requested or the policy has none."""
 
-    @property
+    @cached_property
     def arms(self) -> list[list[Completion]]:
         """_P: each group's completions, followed by its bare arm if it has one."""
         return [
@@ -192,54 +194,51 @@ class PendingRollout:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
         self._context = context
         self._sampled = sampled
-        self._completions_PG = sampled.arms
         self._arms_PG: list[list[Arm | None]] = [[None] * len(arms_G) for arms_G in sampled.arms]
         """An `Arm` per completion; None until its action is known."""
-        self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
-        """(prompt index, token ids from which the picture is drawn, picture number) -> picture."""
-        self._pictures: list[Picture] = []
-        """The same pictures in the order in which they are passed to the renderer."""
-        self._undrawn: set[int] = set()
-        """Indices into `_pictures` of those that the renderer has not drawn yet."""
+        self._pictures: dict[tuple[int, tuple[int, ...], int], Picture] = {}
+        """(prompt index, token ids from which the picture is drawn, picture number) -> picture, in
+        the order in which they are passed to the renderer."""
+        self._undrawn: dict[int, Picture] = {}
+        """Pictures that the renderer has not drawn yet, by their places in that order."""
         self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
         """(reward name, picture or reading) -> the call that grades it, and the index of its output
         in the list that the call returns."""
-        self._futures: list[Future[Outputs]] = []
-        """All calls of rewards."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
     def num_pictures(self) -> int:
         return len(self._pictures)
 
+    @property
+    def _futures(self) -> set[Future[Outputs]]:
+        """All calls of rewards."""
+        return {future for future, _ in self._outputs.values()}
+
     def expect(self, p: int, g: int, action: Action) -> list[RenderJob]:
         """Store a completion's action; returns a job for each of its pictures that no earlier
         completion shares."""
         config, sampled, prompt = self._context.config, self._sampled, self._sampled.prompts[p]
-        completion = self._completions_PG[p][g]
+        completion = sampled.arms[p][g]
         ids = completion.token_ids
         failure = why_not_rendered(config, completion, action)
         drawn_ids = ids if action.drawn_from is None else action.drawn_from
         base_input = RewardInput(prompt.sample, action.text, None, action.thought)
         jobs, readings = [], []
         for number in range(0 if failure else config.images_per_completion):
-            picture = self._distinct.setdefault((p, drawn_ids, number), Picture(p, number))
+            picture = self._pictures.setdefault((p, drawn_ids, number), Picture(p, number))
             if not picture.readings:
-                self._undrawn.add(len(self._pictures))
-                self._pictures.append(picture)
+                self._undrawn[len(self._pictures) - 1] = picture
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
                 job = RenderJob(copied_pictures(prompt.sample), action.payload, noise_seed)
                 picture.drawn_of = job.sample
                 jobs.append(job)
-            if ids not in picture.readings:
-                picture.readings[ids] = Reading(picture, base_input)
-                self._grade(picture.readings[ids])
-            readings.append(picture.readings[ids])
+            readings.append(picture.readings.setdefault(ids, Reading(picture, base_input)))
         # Drop the payload: a batch's hidden states would hold a gigabyte during the training step.
         action = replace(action, payload=None)
         self._arms_PG[p][g] = Arm(prompt, completion, action, failure, readings)
-        self._compare(p)
+        self._grade(p)
         return jobs
 
     def submit(self, drawn: tuple[int, Image | RenderFailure | None]) -> None:
@@ -247,50 +246,37 @@ class PendingRollout:
         if problem := drawn_problem(drawn, self._undrawn, self._context.makes_images):
             raise TypeError(f"renderer: {self._context.config.renderer['type']} {problem}")
         number, outcome = drawn
-        self._undrawn.remove(number)
-        picture = self._pictures[number]
+        picture = self._undrawn.pop(number)
         # Copy it: a renderer may draw its next picture into the same image object.
         picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
         picture.has_outcome = True
-        for reading in picture.readings.values():
-            self._grade(reading)
-        self._compare(picture.p)
+        self._grade(picture.p)
 
-    def _grade(self, reading: Reading) -> None:
-        """Submit a reading to the rewards that grade single pictures, if its picture exists."""
-        if not reading.can_be_graded:
-            return
-        for name, reward in self._context.rewards.items():
-            unit = reading.grading_unit(reward)
-            if not reward.scores_groups() and (name, unit) not in self._outputs:
-                self._call_reward(name, reward, {unit: reading.reward_input})
-
-    def _compare(self, p: int) -> None:
-        """Submit a prompt's pictures to the rewards that compare pictures, if all of them exist.
-        Each call gets the pictures with the same noise."""
+    def _grade(self, p: int) -> None:
+        """Submit a prompt's new pictures to the rewards: at once, or, to a reward that compares
+        pictures, when all exist, those with the same noise together."""
         readings = self._readings(p)
-        is_complete = None not in self._arms_PG[p]
-        if not (is_complete and all(reading.picture.has_outcome for reading in readings)):
-            return
+        is_complete = None not in self._arms_PG[p] and all(r.picture.has_outcome for r in readings)
         for name, reward in self._context.rewards.items():
-            if not reward.scores_groups():
+            compares = reward.scores_groups()
+            if compares and not is_complete:
                 continue
-            for number in range(self._context.config.images_per_completion):
-                group: dict[Picture | Reading, RewardInput] = {}
-                for reading in readings:
-                    if reading.picture.number == number and reading.can_be_graded:
-                        group.setdefault(reading.grading_unit(reward), reading.reward_input)
-                if group:
-                    self._call_reward(name, reward, group)
+            calls: dict[object, dict[Picture | Reading, RewardInput]] = {}
+            for reading in readings:
+                unit = reading.grading_unit(reward)
+                if reading.can_be_graded and (name, unit) not in self._outputs:
+                    together = reading.picture.number if compares else unit
+                    calls.setdefault(together, {}).setdefault(unit, reading.reward_input)
+            for inputs in calls.values():
+                self._call_reward(name, reward, inputs)
 
     def _call_reward(
         self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
     ) -> None:
         unreadable = self._context.config.judge.unreadable
         may_refuse = name in self._context.held_out_only
-        call = scores(name, reward, list(inputs.values()), unreadable, may_refuse)
+        call = scores(reward, list(inputs.values()), unreadable, may_refuse)
         future = self._context.loop.submit(call)
-        self._futures.append(future)
         for index, unit in enumerate(inputs):
             self._outputs[name, unit] = future, index
 
@@ -327,7 +313,7 @@ class PendingRollout:
                 for p, arms_G in enumerate(self._arms_PG):
                     with timer.phase("judge_wait") as phase:
                         for reading in self._readings(p):
-                            reading.verdict = self._verdict(reading, progress, should_stop)
+                            reading.grades = self._grades(reading, progress, should_stop)
                         group = sampled.group_ids[p], sampled.noise_seeds[p]
                         episodes = [episode_of(config, arm, *group) for arm in arms_G if arm]
                         self._episodes_PG.append(episodes)
@@ -338,14 +324,12 @@ class PendingRollout:
             self.cancel()
             raise
 
-    def _verdict(
+    def _grades(
         self, reading: Reading, progress: Progress, should_stop: Callable[[], bool]
-    ) -> Verdict:
-        outcome = reading.picture.outcome
-        if isinstance(outcome, RenderFailure):
-            return Verdict(None, outcome)
-        grades = {}
-        for name, reward in self._context.rewards.items():
+    ) -> Grades:
+        """Wait for the grades of a reading; {} if it has no picture."""
+        grades: dict[str, RewardOutput] = {}
+        for name, reward in self._context.rewards.items() if reading.can_be_graded else ():
             future, index = self._outputs[name, reading.grading_unit(reward)]
             while not should_stop():
                 if wait([future], timeout=LISTEN_EVERY_S).done:
@@ -354,7 +338,7 @@ class PendingRollout:
             else:
                 raise Interrupted
             grades[name] = future.result()[index]
-        return Verdict(outcome, None, grades)
+        return grades
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
@@ -367,7 +351,7 @@ class PendingRollout:
 
     def finished(self) -> Rollout:
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
-        outcomes = [picture.outcome for picture in self._pictures]
+        outcomes = [picture.outcome for picture in self._pictures.values()]
         failures = [outcome for outcome in outcomes if isinstance(outcome, RenderFailure)]
         return Rollout(
             [episodes[: len(completions_G)] for episodes, completions_G in groups],
@@ -424,9 +408,8 @@ class Advantages:
         if not self._needs_whole_batch:
             return
         rewards_PG = [[episode.reward for episode in group] for _, group in self._waiting]
-        local_moments = reward_moments(rewards_PG)
-        sums = [local_moments.total, local_moments.total_of_squares, local_moments.count]
-        batch_moments = RewardMoments(*self._dist.sum_floats(sums))
+        moments = reward_moments(rewards_PG)
+        batch_moments = RewardMoments(*self._dist.sum_floats(astuple(moments)))
         if self._config.algorithm.shuffle_rewards:
             seed = derive_seed(self._config.seed, "shuffle", self._iteration)
             rewards_PG = _shuffled(rewards_PG, seed, self._dist)
@@ -503,8 +486,5 @@ def _shuffled(
     rewards = [reward for row in global_PG for reward in row]
     random.Random(seed).shuffle(rewards)
     start = dist.rank * len(rewards_PG)
-    shuffled_PG: list[list[float | None]] = []
-    for row in global_PG:
-        shuffled_PG.append(rewards[: len(row)])
-        rewards = rewards[len(row) :]
-    return shuffled_PG[start : start + len(rewards_PG)]
+    taken = iter(rewards)
+    return [[next(taken) for _ in row] for row in global_PG][start : start + len(rewards_PG)]

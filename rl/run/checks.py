@@ -20,7 +20,7 @@ from rl.printing import excerpt
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.alarms import Watch
-from rl.run.episode_metrics import rollout_metrics
+from rl.run.episode_metrics import add_ranges, rollout_metrics
 from rl.run.metric_table import PluginMetrics
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ class Checks:
         self._config = config
         self._dist = dist
         self._held_out = HeldOutContents(held_out) if held_out else None
-        self._watch = watch
+        self.watch = watch
+        weights = config.final_reward.weights or dict.fromkeys(config.rewards, 1.0)
+        self._counted = [name for name, weight in weights.items() if weight]
         self._rendered: deque[tuple[int, int]] = deque()
         """(number of pictures that the renderer failed to draw, of all) for the last iterations."""
         self._warned: set[str] = set()
@@ -180,7 +182,7 @@ class Checks:
         metrics = rollout_metrics(rollout, self._dist)
         metrics.add("pictures/not_drawn", 1.0, weight=len(rollout.render_failures))
         metrics.add("pictures/not_drawn", 0.0, weight=rollout.num_drawn)
-        metrics.update(self._watch.add_rewards(rollout, self._dist))
+        add_ranges(metrics, rollout, self._counted, self._dist)
         if self._held_out is not None:
             metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._held_out))
         metrics.update(self.plugin_metrics.take(rollout.renderer_metrics))
@@ -203,14 +205,9 @@ class Checks:
             self._warned.add(key)
             warn(text)
 
-    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """Read the lines of an earlier process, whose alarms for exploits are logged already."""
-        for line in lines:
-            self._watch.replay(line)
-
     def check_line(self, line: Mapping[str, float]) -> None:
-        """Warn of conditions that begin with this line of metrics (see `Watch`)."""
-        for sentence in self._watch.sentences(line):
+        """Warn of conditions that begin with this line of metrics."""
+        for sentence in self.watch.sentences(line):
             if self._dist.is_main:
                 warn(sentence)
 
@@ -273,10 +270,10 @@ def _listed(causes: Counter[str]) -> str:
 
 # ---- chain ---------------------------------------------------------------------------------------
 # Checks that states, pictures and scores belong to their words: equal words must have equal
-# pictures and equal rewards in all arms of an evaluation, along all paths that draw them.
+# pictures and equal rewards in all variants of an evaluation, along all paths that draw them.
 
-POLICY, BARE = "the policy", "the user's own words"
-"""Names of two arms in messages."""
+POLICY, BARE = "policy", "bare"
+"""Names of two variants: the policy's words, and the user's own."""
 
 ROUNDING = 0.02
 """Rounding changes a model's reward (0..1) of one picture in another batch by less than this."""
@@ -290,14 +287,14 @@ pixels (levels of 0..255)."""
 MOST_OF_OTHER_WORDS = 1 / 3
 """Two pictures of equal words may differ by this share of what other words change."""
 
-Arms = Mapping[str, Episode | None]
-"""A sample's episodes by arm, all with the plain prompt, the current weights and equal noise."""
+Variants = Mapping[str, Episode | None]
+"""A sample's episodes by variant, all with the plain prompt, today's weights and equal noise."""
 
 
 class _Pair(NamedTuple):
-    """Two arms of a sample."""
+    """Two variants of a sample."""
 
-    arms: str
+    names: str
     equal_words: bool
     gap: float
     """Difference of the rewards, 0..1."""
@@ -312,14 +309,18 @@ class UnequalRewardsError(RuntimeError):
 
 
 def check_equal_words(
-    metrics: Metrics, arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
+    metrics: Metrics,
+    variants_P: Sequence[Variants],
+    images_per_completion: int,
+    at_start: bool,
+    dist: Dist,
 ) -> None:
     """Add `eval/equal_words_std`, if any pictures of equal words are not bit-equal, so that the
-    judge has graded both, and how far such pictures are apart. If two arms have equal words, equal
-    pictures and unequal rewards, warn; `at_start`, and beyond a judge's noise, raise
+    judge has graded both, and how far such pictures are apart. If two variants have equal words,
+    equal pictures and unequal rewards, warn; `at_start`, and beyond a judge's noise, raise
     `UnequalRewardsError` on every rank. If the pictures are not bit-equal, warn if they differ by
     more than rounding explains, or their rewards by more than a judge's noise. Collective."""
-    local_pairs = [pair for arms in arms_P for pair in _pairs(arms)]
+    local_pairs = [pair for variants in variants_P for pair in _pairs(variants)]
     all_pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     _check_pictures(metrics, all_pairs, dist)
     pairs = [pair for pair in all_pairs if pair.equal_words]
@@ -362,11 +363,11 @@ def _check_pictures(metrics: Metrics, pairs: Sequence[_Pair], dist: Dist) -> Non
     other_words = list[float]()
     for pair in pairs:
         if pair.levels is not None:
-            levels = levels_of.setdefault(pair.arms, []) if pair.equal_words else other_words
+            levels = levels_of.setdefault(pair.names, []) if pair.equal_words else other_words
             levels.append(pair.levels)
     if not levels_of:
         return
-    most, arms = max((fmean(levels), arms) for arms, levels in levels_of.items())
+    most, names = max((fmean(levels), names) for names, levels in levels_of.items())
     metrics.maximum("eval/equal_words_levels", most)
     limit = ROUNDING_LEVELS
     if other_words:
@@ -375,20 +376,20 @@ def _check_pictures(metrics: Metrics, pairs: Sequence[_Pair], dist: Dist) -> Non
     if most > limit and dist.is_main:
         warn(
             "equal words have different pictures under the same weights and the same noise: "
-            f"{most:.1f} of 255 levels apart on average of {len(levels_of[arms])} pairs ({arms}; "
+            f"{most:.1f} of 255 levels apart on average of {len(levels_of[names])} pairs ({names}; "
             f"the limit is {limit:.1f}). Along one of these paths the renderer gets the states, "
             "the sources or the noise of another completion, or its pictures are handed out in "
             "another order; or rounding changes pictures as much as words do"
         )
 
 
-def _pairs(arms: Arms) -> Iterator[_Pair]:
-    """Each pair of graded arms with the same reward parts that have equal words, or are the policy
-    and the bare arm."""
+def _pairs(variants: Variants) -> Iterator[_Pair]:
+    """Each pair of graded variants with the same reward parts that have equal words, or are the
+    policy's and the user's."""
     scored = [
-        (name, arm, arm.reward)
-        for name, arm in arms.items()
-        if arm is not None and arm.reward is not None and arm.status is Status.SCORED
+        (name, episode, episode.reward)
+        for name, episode in variants.items()
+        if episode and episode.reward is not None and episode.status is Status.SCORED
     ]
     for (one, first, reward), (other, second, other_reward) in combinations(scored, 2):
         equal_words = first.completion.token_ids == second.completion.token_ids

@@ -72,7 +72,7 @@ def signals(picture: View, source: View | None) -> dict[str, float]:
     """Four numbers of one picture; without a source the first two are absent and the others
     absolute.
 
-    similarity: 1 - mean absolute difference to the source's thumbnail (0..1); copy: 1 or 0
+    similarity: 1 - mean absolute difference to the source's thumbnail (0..1); copies: 1 or 0
     (`COPY_LEVEL`); sharpness: log2(1 + variance of the luminance's Laplacian, levels of 0..255)
     in the middle, minus the source's; saturation: mean S of HSV (0..1), minus the source's.
     """
@@ -81,7 +81,7 @@ def signals(picture: View, source: View | None) -> dict[str, float]:
     difference = np.abs(picture.thumbnail - source.thumbnail)
     return {
         "similarity": 1 - float(difference.mean()),
-        "copy": float(difference.max() <= COPY_LEVEL),
+        "copies": float(difference.max() <= COPY_LEVEL),
         "sharpness": picture.sharpness - source.sharpness,
         "saturation": picture.saturation - source.saturation,
     }
@@ -114,21 +114,17 @@ def add_signals(metrics: Metrics, episodes_PG: Sequence[Sequence[Episode]], dist
     sums: dict[str, list[tuple[float, float, float]]] = {name: [] for name in COMPARED}
     for episodes_G in episodes_PG:
         found_G = _signals_of_group(episodes_G)
+        pairs_of: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
         for episode, found in zip(episodes_G, found_G, strict=True):
-            for name in ("similarity", "sharpness", "saturation"):
-                if name in found:
-                    metrics.add(f"pictures/{name}", found[name])
-            if "copy" in found:
-                metrics.add("pictures/copies", found["copy"])
-                if episode.reward is not None:
-                    paid = found["copy"] and episode.reward >= PAID
-                    metrics.add("pictures/rewarded_copies", float(paid))
-        for name in COMPARED:
-            pairs = [
-                (found[name], episode.reward)
-                for episode, found in zip(episodes_G, found_G, strict=True)
-                if episode.status is Status.SCORED and episode.reward is not None and name in found
-            ]
+            reward = episode.reward
+            for name, value in found.items():
+                if name != "length":
+                    metrics.add(f"pictures/{name}", value)
+                if name in COMPARED and episode.status is Status.SCORED and reward is not None:
+                    pairs_of[name].append((value, reward))
+            if "copies" in found and reward is not None:
+                metrics.add("pictures/rewarded_copies", float(found["copies"] and reward >= PAID))
+        for name, pairs in pairs_of.items():
             sums[name].append(_sums_of_squares(pairs))
     gathered = dist.gather(sums)
     for name in COMPARED:
@@ -199,6 +195,18 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
     if total > 0:
         metrics.maximum("reward/judge_variance_share", min(1.0, judge / total))
     return metrics
+
+
+def add_ranges(metrics: Metrics, rollout: Rollout, names: Sequence[str], dist: Dist) -> None:
+    """Add `reward/range/<name>` of the rewards, or parts of one, in `names`. Collective."""
+    episodes = [episode for episodes_G in rollout.episodes for episode in episodes_G]
+    episodes += [bare for bare in rollout.bare_episodes if bare is not None]
+    by_rank = dist.gather([{name: e.parts.get(name) for name in names} for e in episodes])
+    for name in names:
+        reported = [parts[name] for parts_of_rank in by_rank for parts in parts_of_rank]
+        values = [value for value in reported if value is not None]
+        if values:
+            metrics.maximum(f"reward/range/{name}", max(values) - min(values))
 
 
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:

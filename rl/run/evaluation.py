@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from rl.ranks import signals
 from rl.record.checkpoint import retry_until_space
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
-from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.rollout.stream import RolloutContext, Sampled, begin
 from rl.run.alarms import add_gaps
 from rl.run.checks import BARE, POLICY, check_equal_words, contents_of, require_grades
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
@@ -40,35 +41,87 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
     from rl.record.run_record import BackgroundWriter
 
-# ---- held out ------------------------------------------------------------------------------------
-# Renders and judges completions of held-out samples as in training, with separate noise.
+# ---- variants ------------------------------------------------------------------------------------
+# A variant is what one writer says for the held-out samples: the policy, the user, the data's
+# references, the renderer's own pipeline. All variants are drawn and graded as in training, with
+# noise that depends only on the sample, so that pictures differ only by words and weights.
+#
+# Axes: `_P` held-out samples of this rank.
+
+CUT, REFERENCE, STOCK = "cut_thought", "reference", "stock"
+"""Variants beside `POLICY` and `BARE`: the policy's words without thinking, the data's reference
+words, and the renderer's own pipeline with the user's words."""
+Rows = dict[int, tuple[Prompt, Completion]]
+"""Number of a sample on this rank -> (what the policy reads, words). Samples may be absent."""
+Variants = Mapping[str, Rows]
+Drawn = Mapping[str, Mapping[int, Episode]]
+"""Variant -> number of the sample -> its episode."""
+SetWeights = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which a policy computes its hidden states with certain weights."""
+
+
+def write(context: RolloutContext, engine: Engine, prompts: Mapping[int, Prompt]) -> Rows:
+    """The words that the engine writes for this rank's samples, as in every evaluation."""
+    config = context.config
+    params = SamplingParams(
+        temperature=config.evaluation.temperature,
+        top_p=1.0,
+        top_k=config.evaluation.top_k,
+        max_tokens=config.sampling.max_completion_tokens,
+        num_completions=1,
+    )
+    if not prompts:
+        return {}
+    ids = [prompt.sample.id for prompt in prompts.values()]
+    seeds = [derive_seed("evaluation", config.seed, "sampling", each) for each in ids]
+    groups = engine.generate(list(prompts.values()), params, seeds)
+    rows = zip(prompts.items(), groups, strict=True)
+    return {p: (prompt, completion) for (p, prompt), (completion,) in rows}
+
+
+def own_words(context: RolloutContext, prompts: Mapping[int, Prompt]) -> Rows:
+    """The user's words, unchanged, for the samples that have them."""
+    policy = context.policy
+    words = {p: policy.pass_through_completion(prompt.sample) for p, prompt in prompts.items()}
+    return {p: (prompts[p].plain, each) for p, each in words.items() if each is not None}
 
 
 def score(
     context: RolloutContext,
-    prompts_P: Sequence[Prompt],
-    completions_PG: Sequence[Sequence[Completion]],
-    bare_P: Sequence[Completion | None],
+    variants: Variants,
     dist: Dist,
-    weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    weights: SetWeights = nullcontext,
     learner: Learner | None = None,
-) -> Rollout:
-    """Render and grade completions of this rank's prompts. `weights`: opens a context in which the
-    policy has the weights for its states. `learner`: its forward is used, with today's weights.
-    Raises `Interrupted` on every rank once any was asked to stop. Collective."""
+) -> dict[str, dict[int, Episode]]:
+    """Render and grade variants. Those of a sample whose prompts are equal but for the thought are
+    a group; the first of them decides what the policy reads, and the others have no thought.
+
+    `weights`: for the policy's states. `learner`: its forward is used, with today's weights. Raises
+    `Interrupted` on every rank once any was asked to stop. Collective.
+    """
     context = replace(context, rewards={**context.rewards, **context.held_out_only})
-    # The noise depends only on the sample, so that pictures differ only by words and weights.
-    noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
-    ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
-    sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
-    budget = context.config.optimizer.max_tokens_per_micro_batch
-    nums_P = [len(completions_G) for completions_G in completions_PG]
+    groups: dict[tuple[int, Prompt], dict[str, tuple[Prompt, Completion]]] = {}
+    for p in sorted({p for words in variants.values() for p in words}):
+        for name, words in variants.items():
+            if p in words:
+                groups.setdefault((p, words[p][0].plain), {})[name] = words[p]
+    rows_G = [list(group.values()) for group in groups.values()]
+    prompts = [rows[0][0] for rows in rows_G]
+    sampled = Sampled(
+        prompts,
+        [[completion for _, completion in rows] for rows in rows_G],
+        [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts],
+        [f"evaluation/{prompt.sample.id}" for prompt in prompts],
+        [None] * len(prompts),
+    )
+    nums = [sum(prompt is rows[0][0] for prompt, _ in rows) for rows in rows_G]
     forwards: Forwards
     if learner is not None:
-        forwards = learner.begin(0, prompts_P, sampled.token_ids, nums_P, False)
+        forwards = learner.begin(0, prompts, sampled.token_ids, nums, False)
     else:
+        budget = context.config.optimizer.max_tokens_per_micro_batch
         forwards = Inference(
-            context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P
+            context.policy, prompts, sampled.token_ids, budget, dist, weights, nums
         )
     timer = PhaseTimer()  # discarded: the caller's phase includes all of this
     with suppress(Interrupted):
@@ -76,7 +129,11 @@ def score(
         for _ in pending.groups(timer, signals.stop_received):
             pass
     raise_if_interrupted(dist)
-    return pending.finished()
+    drawn: dict[str, dict[int, Episode]] = {name: {} for name in variants}
+    for ((p, _), group), episodes in zip(groups.items(), pending.finished().episodes, strict=True):
+        for name, episode in zip(group, episodes, strict=True):
+            drawn[name][p] = episode
+    return drawn
 
 
 # ---- stock ---------------------------------------------------------------------------------------
@@ -85,10 +142,9 @@ def score(
 # Axes: `_P` prompts on this rank, `_T` tokens.
 
 Rewards = Mapping[str, float | None]
-"""Arm ('stock', its variants, and arms of fixed words) -> reward; None if it is not graded yet."""
-FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
-"""(words that training does not change, their episodes under the current weights), _P each."""
-SetWeights = Callable[[], AbstractContextManager[None]]
+"""Variant (of the stock pipeline, or of fixed words) -> reward; None if it is not graded yet."""
+FIXED = (BARE, REFERENCE)
+"""Variants whose words training does not change."""
 
 NUM_FIXED_SAMPLES = 8
 """Number of held-out samples, over all ranks, whose words' states are compared. Each takes two
@@ -97,10 +153,10 @@ forwards and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
 
 class Stock:
     """The untrained system's rewards and states for this rank's held-out samples: rewards of the
-    stock arm (the renderer's own pipeline with the user's words) and of fixed words under the
+    stock variant (the renderer's own pipeline with the user's words) and of fixed words under the
     untrained weights, and a few samples' word states under these weights.
 
-        <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
+        <run>/stock/rewards.jsonl       a line per sample: key, id, rewards and pictures by variant
         <run>/stock/<key>_stock.png     these pictures
         <run>/stock/<key>.safetensors   states of the user's words, for the first samples
 
@@ -120,24 +176,25 @@ class Stock:
             sampling = config.evaluation.temperature, config.evaluation.top_k
             self._settings += f" {sampling}"
 
-    def _untrained(self, without_adapter: bool = False) -> SetWeights | None:
-        """The weights before training, or those of the base model where the run starts from an
-        adapter; None if they are gone. Full fine-tuning has them only before its first step: later
-        they need a second model in memory, which ZeRO-3 has no space for."""
+    @property
+    def _is_gone(self) -> bool:
+        """Whether the weights before training are gone: full fine-tuning has them only before its
+        first step. Later they need a second model in memory, which ZeRO-3 has no space for."""
         policy = self._context.policy
-        if policy.config.lora is not None:
-            return policy.base_model if without_adapter else policy.reference
-        return nullcontext if self._at_start or not policy.reads_states else None
+        return policy.config.lora is None and policy.reads_states and not self._at_start
 
-    def rewards(
-        self,
-        prompts_P: Sequence[Prompt],
-        fixed: Mapping[str, FixedArm],
-        episodes_P: Sequence[Episode],
-    ) -> list[Rewards]:
-        """_P, rewards by arm; {} if a sample has no arms, or if they can no longer be drawn. Before
-        training, the current episodes of fixed words are the untrained system's. `episodes_P`: the
-        policy's, which are the stock arm if the policy `starts_as_stock`. Collective."""
+    def _untrained(self, without_adapter: bool = False) -> SetWeights:
+        """The weights before training, or those of the base model where the run starts from an
+        adapter."""
+        policy = self._context.policy
+        if policy.config.lora is None:
+            return nullcontext
+        return policy.base_model if without_adapter else policy.reference
+
+    def rewards(self, prompts_P: Sequence[Prompt], fixed: Variants, drawn: Drawn) -> list[Rewards]:
+        """_P, rewards by variant; {} if a sample has none, or if they can no longer be drawn.
+        `drawn`: today's episodes. Before training those of `fixed` words are the untrained
+        system's, and so are the policy's, if it `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main else []
         row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
@@ -148,10 +205,12 @@ class Stock:
             if key not in row_of_key or None in row_of_key[key]["rewards"].values()
         ]
         if self._dist.any(bool(missing)):
-            drawn = self._draw(prompts_P, fixed, episodes_P, missing)
-            local_rows = [
-                self._row(keys_P[p], prompts_P[p].sample, arms) for p, arms in drawn.items() if arms
-            ]
+            found = self._draw({p: prompts_P[p] for p in missing}, fixed, drawn, len(prompts_P))
+            local_rows = []
+            for p in missing:
+                episodes = {name: of_p[p] for name, of_p in found.items() if p in of_p}
+                if episodes:
+                    local_rows.append(self._row(keys_P[p], prompts_P[p].sample, episodes))
             new_rows = [row for rank in self._dist.gather(local_rows) for row in rank]
             row_of_key |= {row["key"]: row for row in new_rows}
             if new_rows and self._dist.is_main:
@@ -159,70 +218,45 @@ class Stock:
         return [row_of_key[key]["rewards"] if key in row_of_key else {} for key in keys_P]
 
     def _draw(
-        self,
-        prompts_P: Sequence[Prompt],
-        fixed: Mapping[str, FixedArm],
-        episodes_P: Sequence[Episode],
-        missing: Sequence[int],
-    ) -> dict[int, dict[str, Episode]]:
-        """p -> its episodes by arm, for every prompt index p in `missing`. Collective."""
-        policy = self._context.policy
-        if policy.starts_as_stock:
-            if not self._at_start:
-                self._warn_not_drawable(len(missing))
-            return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
-        drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
-        to_score: list[tuple[bool, Prompt, int, dict[str, Completion]]] = []
-        for p in missing:
-            prompts_of_arms = dict(policy.stock_arms(prompts_P[p]))
-            for arm, (words_P, current_P) in fixed.items() if policy.reads_states else ():
-                words, current = words_P[p], current_P[p]
-                if self._at_start and current is not None:
-                    drawn[p][arm] = current
-                elif words is not None:
-                    prompts_of_arms[arm] = (prompts_P[p].plain, words)
-            groups: dict[tuple[bool, Prompt], dict[str, Completion]] = {}
-            for name, (prompt, completion) in prompts_of_arms.items():
-                groups.setdefault((name not in fixed, prompt), {})[name] = completion
-            to_score += [(*group, p, completions) for group, completions in groups.items()]
-        scored: list[Episode] = []
-        for is_stock in (True, False):
-            rows = [row for row in to_score if row[0] == is_stock]
-            if not self._dist.any(bool(rows)):
-                continue
-            weights = self._untrained(without_adapter=is_stock)
-            if weights is None:
-                self._warn_not_drawable(len(missing))
-                return drawn
-            rollout = score(
-                self._context,
-                [prompt for _, prompt, _, _ in rows],
-                [list(completions.values()) for *_, completions in rows],
-                [None] * len(rows),
-                self._dist,
-                weights,
+        self, prompts: Mapping[int, Prompt], fixed: Variants, drawn: Drawn, num_samples: int
+    ) -> Drawn:
+        """Episodes of these prompts. Collective."""
+        policy, dist = self._context.policy, self._dist
+        if self._is_gone or (policy.starts_as_stock and not self._at_start):
+            warn(
+                f"rank {dist.rank}: {len(prompts)} held-out samples have no stock arm: it is only "
+                "drawn before the first iteration, when they were not held out or were not graded"
             )
-            for (_, _, p, completions), episodes in zip(rows, rollout.episodes, strict=True):
-                drawn[p].update(zip(completions, episodes, strict=True))
-                scored += episodes
-        if self._dist.any(bool(to_score)):
-            require_grades(self._context, scored, self._dist, len(prompts_P))
-        return drawn
+            return {}
+        if policy.starts_as_stock:
+            return {STOCK: {p: drawn[POLICY][p] for p in prompts}}
+        stock: dict[str, Rows] = {}
+        for p, prompt in prompts.items():
+            for name, row in policy.stock_arms(prompt).items():
+                stock.setdefault(name, {})[p] = row
+        known: Variants = {}
+        if policy.reads_states:
+            known = {n: {p: rows[p] for p in prompts if p in rows} for n, rows in fixed.items()}
+        found: dict[str, Mapping[int, Episode]] = {}
+        if self._at_start:
+            found |= {name: {p: drawn[name][p] for p in rows} for name, rows in known.items()}
+            known = {}
+        for is_stock, variants in ((True, stock), (False, known)):
+            if dist.any(any(variants.values())):
+                episodes = score(self._context, variants, dist, self._untrained(is_stock))
+                graded = chain.from_iterable(of_p.values() for of_p in episodes.values())
+                require_grades(self._context, graded, dist, num_samples)
+                found |= episodes
+        return found
 
-    def _warn_not_drawable(self, num: int) -> None:
-        warn(
-            f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is only drawn "
-            "before the first iteration, when they were not held out or were not graded"
-        )
-
-    def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
+    def _row(self, key: str, sample: Sample, episodes: Mapping[str, Episode]) -> dict[str, Any]:
         """A sample's line of rewards.jsonl; writes the sample's pictures into the same folder."""
         files = {}
-        for name, episode in arms.items():
+        for name, episode in episodes.items():
             if episode.image is not None:
                 files[name] = f"{key}_{name}.png"
                 self._write(self._folder / files[name], png_bytes(episode.image))
-        rewards = {name: episode.reward for name, episode in arms.items()}
+        rewards = {name: episode.reward for name, episode in episodes.items()}
         return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
 
     def _write(self, path: Path, content: str | bytes) -> None:
@@ -230,27 +264,20 @@ class Stock:
         write = partial(write_atomically, path, content, private)
         retry_until_space(write, self._folder, path.name)
 
-    def states(
-        self, prompts_P: Sequence[Prompt], words_P: Sequence[Completion]
-    ) -> list[torch.Tensor | None]:
-        """_P of [T, D]: `word_states` under the untrained weights. Collective."""
+    def states(self, rows: Rows) -> dict[int, torch.Tensor]:
+        """`word_states` under the untrained weights. Collective."""
         from safetensors.torch import load_file, save
 
-        paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
-        missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
-        weights = self._untrained()
-        if weights is not None and self._dist.any(bool(missing)):
-            states_of_missing = word_states(
-                self._context,
-                [prompts_P[p] for p in missing],
-                [words_P[p] for p in missing],
-                self._dist,
-                weights,
-            )
-            for p, states in zip(missing, states_of_missing, strict=True):
-                if states is not None:
-                    self._write(paths_P[p], save({"states": states}))
-        return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
+        paths = {
+            p: self._folder / f"{self._key(prompt.sample)}.safetensors"
+            for p, (prompt, _) in rows.items()
+        }
+        missing = {p: rows[p] for p, path in paths.items() if not path.is_file()}
+        if not self._is_gone and self._dist.any(bool(missing)):
+            found = word_states(self._context, missing, self._dist, self._untrained())
+            for p, states in found.items():
+                self._write(paths[p], save({"states": states}))
+        return {p: load_file(path)["states"] for p, path in paths.items() if path.is_file()}
 
     def _key(self, sample: Sample) -> str:
         """A hash of the sample's content, because another data set may reuse its id."""
@@ -269,27 +296,23 @@ class Stock:
 
 
 def word_states(
-    context: RolloutContext,
-    prompts_P: Sequence[Prompt],
-    words_P: Sequence[Completion],
-    dist: Dist,
-    weights: SetWeights = nullcontext,
-) -> list[torch.Tensor | None]:
-    """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
-    the tokens of `words_P`; None if it reads no states. Collective."""
-    policy = context.policy
-    prompts_P = [prompt.plain for prompt in prompts_P]
-    ids_PG = [[words.token_ids] for words in words_P]
+    context: RolloutContext, rows: Rows, dist: Dist, weights: SetWeights = nullcontext
+) -> dict[int, torch.Tensor]:
+    """[T, D] of each row, on the CPU, in the policy's dtype: the states that the renderer would
+    read at the tokens of its words; {} if it reads no states. Collective."""
+    policy, numbers = context.policy, list(rows)
+    prompts = [prompt for prompt, _ in rows.values()]
+    ids_PG = [[words.token_ids] for _, words in rows.values()]
     budget = context.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(policy, prompts_P, ids_PG, budget, dist, weights)
-    states_P: list[torch.Tensor | None] = [None] * len(prompts_P)
+    forwards = Inference(policy, prompts, ids_PG, budget, dist, weights)
+    found: dict[int, torch.Tensor] = {}
     for micro_batch in forwards.micro_batches:
         actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
-        rows = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
-        for (p, _), (_, ids), action in rows:
-            if p >= 0 and isinstance(action.payload, HiddenStates):
-                states_P[p] = action.payload.embeds[-len(ids) :].cpu().contiguous()
-    return states_P
+        members = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
+        for (i, _), (_, ids), action in members:
+            if i >= 0 and isinstance(action.payload, HiddenStates):
+                found[numbers[i]] = action.payload.embeds[-len(ids) :].cpu().contiguous()
+    return found
 
 
 # ---- drift ---------------------------------------------------------------------------------------
@@ -299,10 +322,14 @@ def word_states(
 
 LEAST_OF_REFERENCES = 0.2
 """In a chain that works the reference descriptions earn more; the small configs: 0.89 to 1."""
+DIFFERENCES = (
+    ("eval/gain_of_thought", POLICY, CUT),
+    ("eval/gain_over_stock", POLICY, f"untrained {STOCK}"),
+    *((f"drift/{name}_fall", f"untrained {name}", name) for name in FIXED),
+)
+"""Metric, and the two variants of whose rewards it is the mean difference."""
 Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents_of`)."""
-_FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
-"""Arm -> how messages name its words, which training does not change."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
@@ -333,57 +360,46 @@ def _compare(
     return paired([difference for difference, _ in pairs], [hashes for _, hashes in pairs])
 
 
-def _add_paired(metrics: Metrics, name: str, difference: Paired | None) -> None:
-    """Add mean and error as maxima over ranks, because every rank has the same values."""
-    if difference is not None:
-        metrics.maximum(name, difference.mean)
-        if difference.error is not None:
-            metrics.maximum(f"{name}_error", difference.error)
-
-
-def add_stock_arm(
+def add_differences(
     metrics: Metrics,
-    untrained_P: Sequence[Rewards],
-    episodes: Sequence[Episode],
+    rewards: Mapping[str, Sequence[float | None]],
     hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
-    """Add the untrained system's rewards, and the trained system's gain over it. Collective."""
-    for rewards in untrained_P:
-        if "stock" in rewards:
-            metrics.add("eval/stock_ungraded", float(rewards["stock"] is None))
-        for arm, reward in rewards.items():
-            if arm.startswith("stock") and reward is not None:
-                metrics.add(f"eval/{arm}_reward", reward)
-    stock_P = [rewards.get("stock") for rewards in untrained_P]
-    gain = _compare([episode.reward for episode in episodes], stock_P, hashes_P, dist)
-    _add_paired(metrics, "eval/gain_over_stock", gain)
+    """Add the `DIFFERENCES` with their errors; `rewards`: _P by variant. Collective."""
+    for metric, one, other in DIFFERENCES:
+        if one not in rewards or other not in rewards:
+            continue
+        difference = _compare(rewards[one], rewards[other], hashes_P, dist)
+        if difference is not None:
+            metrics.maximum(metric, difference.mean)
+            if difference.error is not None:
+                metrics.maximum(f"{metric}_error", difference.error)
+            if metric.startswith("drift/"):
+                metrics.maximum("drift/alarm", float(difference.is_alarming))
 
 
-def check_references(
-    references_P: Sequence[Episode | None],
-    untrained: Mapping[str, Sequence[Episode | None]],
-    hashes_P: Sequence[Hashes],
-    dist: Dist,
+def check_start(
+    rewards: Mapping[str, Sequence[float | None]], hashes_P: Sequence[Hashes], dist: Dist
 ) -> None:
     """Warn, before training, if the reference descriptions earn next to nothing, or less than words
-    that nobody trained: then no words can earn more. `untrained`: episodes _P of such words, by
-    arm. Collective."""
-
-    def rewards(episodes_P: Sequence[Episode | None]) -> list[float | None]:
-        return [None if episode is None else episode.reward for episode in episodes_P]
-
-    right_P = rewards(references_P)
-    right = _compare(right_P, [0.0] * len(right_P), hashes_P, dist)
+    that nobody trained: then no words can earn more. Warn if all fixed words earn nothing.
+    `rewards`: _P by variant. Collective."""
+    none_P = [0.0] * len(hashes_P)
+    fixed = [_compare(rewards[f"untrained {name}"], none_P, hashes_P, dist) for name in FIXED]
+    if dist.is_main and any(fixed) and all(each.mean < LEAST_FALL for each in fixed if each):
+        warn(
+            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
+            "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
+        )
+    right_P = rewards.get(REFERENCE, [None] * len(hashes_P))
+    right = _compare(right_P, none_P, hashes_P, dist)
     if right is None or right.error is None:
         return
-    ahead = {
-        arm: _compare(rewards(episodes_P), right_P, hashes_P, dist)
-        for arm, episodes_P in untrained.items()
-    }
-    better = [arm for arm, each in ahead.items() if each is not None and each.is_alarming]
-    if dist.is_main and (better or right.mean < LEAST_OF_REFERENCES):
-        beside = [f", {arm} {right.mean + each.mean:.3f}" for arm, each in ahead.items() if each]
+    ahead = {name: _compare(rewards[name], right_P, hashes_P, dist) for name in (POLICY, BARE)}
+    is_behind = any(each is not None and each.is_alarming for each in ahead.values())
+    if dist.is_main and (is_behind or right.mean < LEAST_OF_REFERENCES):
+        beside = [f", {name} {right.mean + each.mean:.3f}" for name, each in ahead.items() if each]
         warn(
             f"before training the reference descriptions earn {right.mean:.3f}"
             f"{''.join(beside)}: training can hardly earn more. If a "
@@ -394,105 +410,28 @@ def check_references(
         )
 
 
-def add_gain_of_thought(
-    metrics: Metrics,
-    episodes: Sequence[Episode],
-    cut_P: Sequence[Episode | None],
-    hashes_P: Sequence[Hashes],
-    dist: Dist,
-) -> None:
-    """Add the gain from thinking; `cut_P`: the samples' episodes without thinking. Collective."""
-    rewards_P = [None if episode is None else episode.reward for episode in cut_P]
-    for reward in rewards_P:
-        if reward is not None:
-            metrics.add("eval/cut_thought_reward", reward)
-    gain = _compare([episode.reward for episode in episodes], rewards_P, hashes_P, dist)
-    _add_paired(metrics, "eval/gain_of_thought", gain)
-
-
-def add_falls(
-    metrics: Metrics,
-    iteration: int,
-    untrained_P: Sequence[Rewards],
-    fixed: Mapping[str, FixedArm],
-    hashes_P: Sequence[Hashes],
-    dist: Dist,
-) -> None:
-    """Add how far the rewards of fixed words have fallen since training began; warns of a fall
-    beyond noise. Collective."""
-    alarms, untrained_means = [], []
-    for arm, (_, episodes_P) in fixed.items():
-        before_P = [rewards.get(arm) for rewards in untrained_P]
-        after_P = [None if episode is None else episode.reward for episode in episodes_P]
-        fall = _compare(before_P, after_P, hashes_P, dist)
-        untrained = _compare(before_P, [0.0] * len(before_P), hashes_P, dist)
-        _add_paired(metrics, f"drift/{arm}_fall", fall)
-        if fall is None or untrained is None:
-            continue
-        untrained_means.append(untrained.mean)
-        if fall.is_alarming:
-            alarms.append(
-                f"of {_FIXED[arm]} by {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
-                f"{fall.num_clusters} sources)"
-            )
-        metrics.maximum("drift/alarm", float(bool(alarms)))
-    if untrained_means and max(untrained_means) < LEAST_FALL and iteration == 0 and dist.is_main:
-        warn(
-            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
-            "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
-        )
-    if alarms and dist.is_main:
-        warn(
-            f"evaluation after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
-            "hidden states that the renderer reads have drifted. Start again with a lower "
-            "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
-            "(policy.adapter_path) with policy.conditioning 'base'"
-        )
-
-
 def add_state_drift(
-    metrics: Metrics,
-    context: RolloutContext,
-    stock: Stock,
-    prompts_P: Sequence[Prompt],
-    words_P: Sequence[Completion | None],
-    dist: Dist,
+    metrics: Metrics, context: RolloutContext, stock: Stock, bare: Rows, dist: Dist
 ) -> None:
     """Add the distance of the words' states from those under untrained weights. Collective."""
-    pairs = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
-    prompts, words = [prompt for prompt, _ in pairs], [words for _, words in pairs]
-    base_P = stock.states(prompts, words)
-    for states, base in zip(word_states(context, prompts, words, dist), base_P, strict=True):
-        if states is not None and base is not None:
-            moved, cosine = state_distance(states, base)
-            metrics.add("drift/state_l2", moved, weight=len(base))
-            metrics.add("drift/state_cosine", cosine, weight=len(base))
+    num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
+    rows = {p: row for p, row in bare.items() if p < num}
+    base = stock.states(rows)
+    for p, states in word_states(context, rows, dist).items():
+        if p in base:
+            moved, cosine = state_distance(states, base[p])
+            metrics.add("drift/state_l2", moved, weight=len(base[p]))
+            metrics.add("drift/state_cosine", cosine, weight=len(base[p]))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
-# Evaluates the policy on the held-out samples, beside the user's, reference and stock arms.
+# Evaluates all variants on the held-out samples.
 #
 # Axes: `_P` held-out samples of this rank.
 
-_ARMS = (POLICY, BARE, "reference descriptions", "the thought cut", "stock")
 NUM_AGAIN = 8
 """Number of held-out samples, over all ranks, whose words the first evaluation draws again. Later
 ones draw one sample of each rank again."""
-
-
-@dataclass(frozen=True, eq=False)
-class Arms:
-    """One evaluation's episodes, _P per arm; None where a sample does not have the arm."""
-
-    policy: Sequence[Episode]
-    bare: Sequence[Episode | None]
-    """Episodes of the user's own words."""
-    reference: Sequence[Episode | None]
-    """Episodes of the reference descriptions, if the data has any."""
-    unthought: Sequence[Episode | None]
-    """Episodes of the words that the policy writes without thinking."""
-    fixed: Mapping[str, FixedArm]
-    """Arms whose words training does not change."""
 
 
 def evaluate(
@@ -513,169 +452,129 @@ def evaluate(
     rank_samples = list(samples)[dist.rank :: dist.world_size]
     hashes_P = [contents_of(sample) for sample in rank_samples]
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
+    again: Drawn = {}
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
-        completions_P1, cut_P = _write(context, engine, prompts_P)
+        variants = _variants(context, engine, prompts_P)
         engine.sleep()
-        arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
-        again_P: Sequence[Mapping[str, Episode | None]] = [{} for _ in rank_samples]
+        drawn: dict[str, dict[int, Episode]] = {}
+        for names in ((POLICY, BARE), (CUT,), (REFERENCE,)):
+            if part := {name: variants[name] for name in names if name in variants}:
+                drawn |= score(context, part, dist)
+            for name in part:
+                require_grades(context, drawn[name].values(), dist)
         if learner is not None and not context.compares_pictures:
             num = max(2, NUM_AGAIN // dist.world_size) if iteration == 0 else 1
-            again_P = _draw_again(context, learner, prompts_P, arms, num, dist)
-        _measure_arms(metrics, arms, dist)
-        if iteration == 0:
-            untrained = {POLICY: arms.policy, BARE: arms.bare}
-            check_references(arms.reference, untrained, hashes_P, dist)
-        if config.evaluation.thought_gain:
-            add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
+            again = _draw_again(context, learner, variants, num, dist)
         if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
             stock = Stock(context, run_dir, iteration, dist)
-            untrained_P = stock.rewards(prompts_P, arms.fixed, arms.policy)
-            add_stock_arm(metrics, untrained_P, arms.policy, hashes_P, dist)
+            fixed = {name: variants[name] for name in FIXED if name in variants}
+            untrained_P = stock.rewards(prompts_P, fixed, drawn)
             if context.policy.reads_states:
-                add_falls(metrics, iteration, untrained_P, arms.fixed, hashes_P, dist)
-                num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
-                bare_P, _ = arms.fixed["bare"]
-                add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
+                add_state_drift(metrics, context, stock, variants[BARE], dist)
         engine.wake()
+    _measure_variants(metrics, drawn, untrained_P, dist)
+    rewards = {
+        name: [of_p[p].reward if p in of_p else None for p in range(len(prompts_P))]
+        for name, of_p in drawn.items()
+    }
+    for name in (STOCK, *FIXED):
+        rewards[f"untrained {name}"] = [untrained.get(name) for untrained in untrained_P]
+    if iteration == 0:
+        check_start(rewards, hashes_P, dist)
+    add_differences(metrics, rewards, hashes_P, dist)
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
     writer.drain()  # the first evaluation's records are read below
-    records_S = _write_records(folder, arms, untrained_P, dist, writer)
+    records_S = _write_records(folder, drawn, untrained_P, dist, writer)
     if dist.is_main:
         add_gaps(metrics, context.held_out_only, folder, records_S)
     if not context.compares_pictures:
-        stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
-        rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
-        arms_P = [
-            {**dict(zip(_ARMS, row, strict=True)), **again}
-            for row, again in zip(rows, again_P, strict=True)
+        by_sample_P = [
+            {name: of_p[p] for name, of_p in {**drawn, **again}.items() if p in of_p}
+            | _as_stock(context, drawn[BARE].get(p), untrained_P[p])
+            for p in range(len(prompts_P))
         ]
-        check_equal_words(metrics, arms_P, config.images_per_completion, iteration == 0, dist)
+        check_equal_words(metrics, by_sample_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
 
-def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
-    """The bare episode with the stock arm's reward, if both arms give the renderer equal words and
-    the renderer reads no states; without the picture, which is on disk. Else None."""
-    if bare is None or context.policy.reads_states:
-        return None
-    stock = context.policy.stock_arms(bare.prompt).get("stock")
-    if stock is None or stock[1].token_ids != bare.completion.token_ids:
-        return None
-    return replace(bare, reward=untrained.get("stock"), image=None)
-
-
-def _write(
+def _variants(
     context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
-) -> tuple[list[list[Completion]], list[Completion | None]]:
-    """(the policy's completions, _P1; its words without thinking, _P). The latter are None for
-    prompts that ask for no thought, or without `evaluation.thought_gain`."""
+) -> dict[str, Rows]:
+    """What an evaluation draws under the current weights. The last two variants exist only if the
+    config asks for them."""
     config, policy = context.config, context.policy
-    params = SamplingParams(
-        temperature=config.evaluation.temperature,
-        top_p=1.0,
-        top_k=config.evaluation.top_k,
-        max_tokens=config.sampling.max_completion_tokens,
-        num_completions=1,
-    )
-    seeds_P = [derive_seed("evaluation", config.seed, "sampling", p.sample.id) for p in prompts_P]
-    completions_P1 = engine.generate(prompts_P, params, seeds_P) if prompts_P else []
-    cut_P: list[Completion | None] = [None] * len(prompts_P)
-    if config.evaluation.thought_gain:
-        cut_prompts_P = map(policy.cut_thought, prompts_P)
-        prompts = {p: prompt for p, prompt in enumerate(cut_prompts_P) if prompt is not None}
-        seeds = [seeds_P[p] for p in prompts]
-        completions_G = engine.generate(list(prompts.values()), params, seeds) if prompts else []
-        for p, (completion,) in zip(prompts, completions_G, strict=True):
-            cut_P[p] = policy.words_of_cut(completion)
-    return completions_P1, cut_P
-
-
-def _draw(
-    context: RolloutContext,
-    prompts_P: Sequence[Prompt],
-    completions_P1: Sequence[Sequence[Completion]],
-    cut_P: Sequence[Completion | None],
-    dist: Dist,
-) -> Arms:
-    """Draw and judge every arm under the current weights. Collective."""
-    config, policy = context.config, context.policy
-    bare_P: list[Completion | None] = [None] * len(prompts_P)
+    prompts = dict(enumerate(prompts_P))
+    variants = {POLICY: write(context, engine, prompts), BARE: Rows()}
     if config.bare_arm != "never" and context.makes_images:
-        bare_P = [policy.pass_through_completion(prompt.sample) for prompt in prompts_P]
-    rollout = score(context, prompts_P, completions_P1, bare_P, dist)
-    policy_P = [episode for (episode,) in rollout.episodes]
-    require_grades(context, policy_P, dist)
-    require_grades(context, rollout.bare_episodes, dist)
-    right_P: list[Episode | None] = [None] * len(prompts_P)
-    unthought_P = right_P
+        variants[BARE] = own_words(context, prompts)
     if config.evaluation.thought_gain:
-        unthought_P = _score_known(context, prompts_P, cut_P, dist)
-    fixed: dict[str, FixedArm] = {"bare": (bare_P, rollout.bare_episodes)}
+        cut_prompts = {p: policy.cut_thought(prompt) for p, prompt in prompts.items()}
+        asked = {p: prompt for p, prompt in cut_prompts.items() if prompt is not None}
+        variants[CUT] = {
+            p: (prompts[p].plain, policy.words_of_cut(completion))
+            for p, (_, completion) in write(context, engine, asked).items()
+        }
     if config.evaluation.reference_drift:
-        texts_P = [prompt.sample.reference for prompt in prompts_P]
-        references_P = [None if t is None else policy.encode_completion(t) for t in texts_P]
-        right_P = _score_known(context, prompts_P, references_P, dist)
-        fixed["reference"] = (references_P, right_P)
-    return Arms(policy_P, rollout.bare_episodes, right_P, unthought_P, fixed)
-
-
-def _score_known(
-    context: RolloutContext,
-    prompts_P: Sequence[Prompt],
-    words_P: Sequence[Completion | None],
-    dist: Dist,
-) -> list[Episode | None]:
-    """Draw and judge `words_P`: episodes, _P; None where there are no words. Collective."""
-    pairs = [(p, words) for p, words in enumerate(words_P) if words is not None]
-    prompts = [prompts_P[p].plain for p, _ in pairs]
-    rollout = score(context, prompts, [[words] for _, words in pairs], [None] * len(pairs), dist)
-    episodes: list[Episode | None] = [None] * len(prompts_P)
-    for (p, _), (episode,) in zip(pairs, rollout.episodes, strict=True):
-        episodes[p] = episode
-    require_grades(context, episodes, dist)
-    return episodes
+        variants[REFERENCE] = {
+            p: (prompt.plain, policy.encode_completion(prompt.sample.reference))
+            for p, prompt in prompts.items()
+            if prompt.sample.reference is not None
+        }
+    return variants
 
 
 def _draw_again(
-    context: RolloutContext,
-    learner: Learner,
-    prompts_P: Sequence[Prompt],
-    arms: Arms,
-    num: int,
-    dist: Dist,
-) -> list[dict[str, Episode | None]]:
-    """_P, the episodes of the first `num` samples' words by path: the policy's words with nothing
-    else beside them, and policy and bare arm through the forward of training. Collective."""
-    again_P: list[dict[str, Episode | None]] = [{} for _ in prompts_P]
-    prompts, words = prompts_P[:num], [[episode.completion] for episode in arms.policy[:num]]
-    bare = [None if episode is None else episode.completion for episode in arms.bare[:num]]
-    rollout = score(context, prompts, words, bare, dist, learner=learner)
-    for again, (episode,), bare_episode in zip(
-        again_P, rollout.episodes, rollout.bare_episodes, strict=False
-    ):
-        again |= {f"{POLICY}, as in training": episode, f"{BARE}, as in training": bare_episode}
-    for p in range(dist.max_int(len(prompts))):
-        one = slice(p, p + 1)
-        alone = score(context, prompts[one], words[one], [None] * len(words[one]), dist)
-        for again, (episode,) in zip(again_P[one], alone.episodes, strict=True):
-            again[f"{POLICY}, alone"] = episode
-    return again_P
+    context: RolloutContext, learner: Learner, variants: Variants, num: int, dist: Dist
+) -> Drawn:
+    """The first `num` samples' words along other paths: the policy's and the user's through the
+    forward of training, and the policy's with nothing else beside them. Collective."""
+    first = {n: {p: r for p, r in variants[n].items() if p < num} for n in (POLICY, BARE)}
+    in_training = {f"{name}, as in training": rows for name, rows in first.items()}
+    again = score(context, in_training, dist, learner=learner)
+    name = f"{POLICY}, alone"
+    again[name] = {}
+    for p in range(dist.max_int(len(first[POLICY]))):
+        one = {p: first[POLICY][p]} if p in first[POLICY] else {}
+        again[name] |= score(context, {name: one}, dist)[name]
+    return again
 
 
-def _measure_arms(metrics: Metrics, arms: Arms, dist: Dist) -> None:
-    _measure(metrics, "eval", arms.policy, dist)
-    for episode, bare in zip(arms.policy, arms.bare, strict=True):
-        add_bare_arm(metrics, "eval/", [episode], bare)
+def _as_stock(
+    context: RolloutContext, bare: Episode | None, untrained: Rewards
+) -> dict[str, Episode]:
+    """The bare episode with the stock pipeline's reward, if both give the renderer equal words and
+    it reads no states; without the picture, which is on disk."""
+    if bare is None or context.policy.reads_states:
+        return {}
+    stock = context.policy.stock_arms(bare.prompt).get(STOCK)
+    if stock is None or stock[1].token_ids != bare.completion.token_ids:
+        return {}
+    return {STOCK: replace(bare, reward=untrained.get(STOCK), image=None)}
+
+
+def _measure_variants(
+    metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist
+) -> None:
+    _measure(metrics, "eval", drawn[POLICY].values(), dist)
+    for p, episode in drawn[POLICY].items():
+        add_bare_arm(metrics, "eval/", [episode], drawn[BARE].get(p))
         add_thought(metrics, "eval/", episode)
         reference = episode.prompt.sample.reference
         if reference is not None:
             is_right = reference in (episode.action.text, episode.action.words)
             metrics.add("eval/reference_match", float(is_right))
-    _measure(metrics, "eval_reference", [e for e in arms.reference if e is not None], dist)
+        if STOCK in untrained_P[p]:
+            metrics.add("eval/stock_ungraded", float(untrained_P[p][STOCK] is None))
+        cut = drawn.get(CUT, {}).get(p)
+        others = {CUT: None if cut is None else cut.reward, **untrained_P[p]}
+        for name, reward in others.items():
+            if name not in FIXED and reward is not None:
+                metrics.add(f"eval/{name}_reward", reward)
+    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values(), dist)
 
 
-def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode], dist: Dist) -> None:
+def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode], dist: Dist) -> None:
     """Means over the episodes, with bounds if replies about any were unreadable. Collective."""
     [num_unreadable] = dist.sum_floats([sum(episode.unreadable for episode in episodes)])
     for episode in episodes:
@@ -694,13 +593,22 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode], dist: D
 
 
 def _write_records(
-    folder: Path, arms: Arms, untrained_P: Sequence[Rewards], dist: Dist, writer: BackgroundWriter
+    folder: Path, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist, writer: BackgroundWriter
 ) -> list[Mapping[str, Any]]:
     """Write a line per held-out sample of all ranks to one file, and the pictures beside it.
     Returns the lines."""
     pictures: dict[Path, Image] = {}
-    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, strict=True)
-    records = [_record(folder, pictures, *row) for row in rows]
+    records = [
+        _record(
+            folder,
+            pictures,
+            episode,
+            drawn[BARE].get(p),
+            untrained_P[p].get(STOCK),
+            drawn.get(CUT, {}).get(p),
+        )
+        for p, episode in drawn[POLICY].items()
+    ]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
     def write() -> None:
@@ -719,8 +627,8 @@ def _record(
     pictures: dict[Path, Image],
     episode: Episode,
     bare: Episode | None,
-    untrained: Rewards,
-    unthought: Episode | None,
+    stock_reward: float | None,
+    cut: Episode | None,
 ) -> Mapping[str, Any]:
     """A sample's record; adds path -> picture to `pictures` for its pictures."""
     sample = episode.prompt.sample
@@ -737,11 +645,9 @@ def _record(
         "bare_file": add("bare", None if bare is None else bare.image),
     }
     record = provenance(episode, None)
-    without_thought = (
-        {}
-        if unthought is None
-        else {"cut_thought_words": unthought.action.words, "cut_thought_reward": unthought.reward}
-    )
+    without_thought = {}
+    if cut is not None:
+        without_thought = {"cut_thought_words": cut.action.words, "cut_thought_reward": cut.reward}
     # `judge_s` too, so that identical runs have identical records.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
         del record[key]
@@ -751,7 +657,7 @@ def _record(
         "reference": sample.reference,
         "shown": contents_of(sample),
         "bare_reward": None if bare is None else bare.reward,
-        "stock_reward": untrained.get("stock"),
+        "stock_reward": stock_reward,
         **without_thought,
         **files,
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from rl.config.schema import TrackingConfig
-from rl.files import current_path, private
+from rl.files import private, require_in_place
 from rl.printing import environment_without
 from rl.record.run_summary import is_locked
 
@@ -53,7 +53,7 @@ class Lines:
 
     def new(self) -> list[bytes]:
         try:
-            with open(current_path(self._path), "rb", opener=_at_once) as file:
+            with open(self._path, "rb", opener=_at_once) as file:
                 file.seek(self._offset)
                 whole, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -102,13 +102,13 @@ class Follower:
             return
         self._starts_left -= 1
         keys = [name for name in (WANDB_KEY, *os.environ) if name.startswith(self._prefixes)]
+        follow = [sys.executable, "-m", "rl.tools.commands.follow", str(self._run_dir)]
         try:
-            run_dir = current_path(self._run_dir)
-            command = [sys.executable, "-m", "rl.tools.commands.follow", str(run_dir), "--with-run"]
-            (run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
-            with open(run_dir / LOG, "ab", opener=private) as log:
+            require_in_place(self._run_dir)
+            (self._run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
+            with open(self._run_dir / LOG, "ab", opener=private) as log:
                 self._process = subprocess.Popen(
-                    command,
+                    [*follow, "--with-run"],
                     env=environment_without(*keys),
                     stdin=subprocess.PIPE,
                     stdout=log,

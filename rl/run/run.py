@@ -13,7 +13,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.console import Console, GroupPanel, warn
+from rl.console import Console, warn
 from rl.judge.client import JudgeClient, JudgeStats
 from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
@@ -48,7 +48,8 @@ class Recording:
     dist: Dist
     console: Console
     timer: PhaseTimer
-    group_panel: GroupPanel
+    show_group_every: int
+    """Iterations from one printed group to the next; 0: none is printed."""
     record: RunRecord
     follower: Follower
     """Shows the run, in a process of its own that reads these files."""
@@ -75,7 +76,6 @@ class Recording:
         write = partial(self.record.write_metrics, done, line)
         self.writer.put(f"the metrics of iteration {done}", write)
         self.console.iteration(done, self.num_iterations, line)
-        self.group_panel.show()
         self.follower.look()
 
     def write_episodes(
@@ -86,7 +86,9 @@ class Recording:
         advantages_PG = [group.advantages for group in groups_P]
         arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
         bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
-        self.group_panel.note(done, episodes_PG, advantages_PG)
+        every = self.show_group_every
+        if every and done % every == 0 and episodes_PG:
+            self.console.print_group(done, episodes_PG[0], advantages_PG[0])
 
         num_later = self.num_iterations - done
         write = partial(
@@ -219,12 +221,10 @@ class Run:
         pending = None
         with suppress(Interrupted):
             pending = begin(self.context, sampled, train_step, self.timer, signals.stop_received)
-        try:
-            raise_if_interrupted(self.dist)
-        except Interrupted:
+        if signals.stop_requested(self.dist):
             if pending is not None:
                 pending.cancel()
-            raise
+            raise Interrupted
         assert pending is not None, "interrupted without a signal"
         if self.config.max_staleness:
             with self.timer.phase("condition"):
@@ -350,16 +350,20 @@ def is_of_one(scores: Sequence[float]) -> bool:
 
 
 def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:
-    metrics.total("judge/requests", stats.requests)
-    metrics.total("judge/reused_replies", stats.reused)
-    metrics.total("judge/retries", sum(stats.retries.values()))
-    metrics.total("judge/breaker_openings", stats.breaker_openings)
-    metrics.total("judge/throttled_requests", stats.throttled)
-    metrics.total("judge/failed_transport", stats.failed["transport"])
-    metrics.total("judge/failed_unreadable", stats.failed["unreadable"])
-    metrics.total("judge/other_model_replies", stats.other_model)
-    metrics.total("judge/prompt_tokens", stats.prompt_tokens)
-    metrics.total("judge/completion_tokens", stats.completion_tokens)
+    counts = {
+        "requests": stats.requests,
+        "reused_replies": stats.reused,
+        "retries": sum(stats.retries.values()),
+        "breaker_openings": stats.breaker_openings,
+        "throttled_requests": stats.throttled,
+        "failed_transport": stats.failed["transport"],
+        "failed_unreadable": stats.failed["unreadable"],
+        "other_model_replies": stats.other_model,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+    }
+    for name, count in counts.items():
+        metrics.total(f"judge/{name}", count)
     if stats.latencies_s:
         ordered = sorted(stats.latencies_s)
         metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])

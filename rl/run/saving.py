@@ -61,15 +61,15 @@ class LastFinished:
         self._config = config
         self._dist = dist
         self._keeps_state = learner.state_bytes <= HELD_STATE_GB * 1e9
-        self._finished: _Finished | None = None
+        self._finished = _Finished(0, learner.version, (), {}, None)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        return self._finished.metrics if self._finished else {}
+        return self._finished.metrics
 
     @property
     def done(self) -> int:
-        return self._finished.done if self._finished else 0
+        return self._finished.done
 
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
         """Note that `done` iterations are applied and synced. Collective."""
@@ -79,21 +79,17 @@ class LastFinished:
         self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
     def in_memory(self) -> ResumePoint | None:
-        """The state in host memory; None before the first iteration, or if too large. Local."""
+        """The state in host memory; None if it is too large. Local."""
         finished = self._finished
-        if finished is None or finished.state is None:
-            return None
-        return self._point(finished, finished.state)
+        return None if finished.state is None else self._point(finished, finished.state)
 
     def is_live(self) -> bool:
         """Whether the live weights are still those of the last finished iteration. Local."""
-        if self._finished is None or not self._learner.state_is_consistent:
-            return False
-        return self._finished.version == self._learner.version
+        is_whole = self._learner.state_is_consistent
+        return is_whole and self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
         """The state, of any size, on rank 0; None on others. Requires `is_live`. Collective."""
-        assert self._finished is not None
         if (point := self.in_memory()) is not None:
             return point if self._dist.is_main else None
         assert self.is_live(), "the weights no longer belong to a finished iteration"

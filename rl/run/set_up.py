@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
@@ -26,7 +26,7 @@ from rl.check import check_report, memory_plan
 from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
-from rl.console import Console, GroupPanel, warn
+from rl.console import Console, warn
 from rl.files import append_line, json_line, read_rows, write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
@@ -43,7 +43,7 @@ from rl.record.checkpoint import Checkpoints, read_state, sound
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
-from rl.run.alarms import Watch
+from rl.run.alarms import Watch, alarms_of
 from rl.run.checks import Checks
 from rl.run.follower import WANDB_KEY, Follower
 from rl.run.metric_table import Made, PluginMetrics
@@ -91,23 +91,17 @@ def _device(device: str) -> str:
 
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    try:
-        names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text("utf-8"))
-    except OSError:  # not Linux
-        names = []
-    return names[0] if names else platform.machine()
+    cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text("utf-8"))
+    return cpu[1] if cpu else platform.machine()
 
 
 def _code() -> str:
     """The commit, `-dirty` with uncommitted changes; of an installed wheel its version."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    if (ROOT / ".git").exists():
-        try:
-            done = subprocess.run([*command, "--abbrev=40"], capture_output=True, timeout=20)
-            if done.returncode == 0:
-                return done.stdout.decode().strip()
-        except (OSError, subprocess.TimeoutExpired):
-            pass  # no git, or a slow disk
+    command = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}", "describe", "--always"]
+    command += ["--dirty", "--exclude=*", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):  # no repository, no git, a slow disk
+        done = subprocess.run(command, capture_output=True, timeout=20, check=True, text=True)
+        return done.stdout.strip()
     return next((d.version for d in distributions(name="vlm-edit-rl")), "unknown")
 
 
@@ -131,7 +125,10 @@ def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Res
     if newest is None:
         if dist.is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that saved nothing
-            _copy(source, folder)
+            for file in (Path(source, name) for name in FILES if source):
+                if file.is_file():
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    shutil.copy(file, folder / file.name)
         dist.gather(None)  # the other ranks read it
     elif "kl_reference" not in read_state(newest)["meta"]["config"]["algorithm"]:
         return resolved, False
@@ -144,14 +141,6 @@ def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Res
         )
     own = policy.config.model_copy(update={"adapter_path": str(folder)})
     return replace(resolved, policy=replace(policy, config=own)), True
-
-
-def _copy(source: str, folder: Path) -> None:
-    """Copy the adapter's files; nothing if `source` is ''."""
-    for file in (Path(source, name) for name in FILES if source):
-        if file.is_file():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shutil.copy(file, folder / file.name)
 
 
 # ---- set up --------------------------------------------------------------------------------------
@@ -175,9 +164,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
         record = RunRecord(config.run_dir, config, dist)
-        heartbeat.note_loading("waiting for the lock of the run's folder")
         record.claim()
-        heartbeat.note_loading("")
         stack.callback(record.release)
         checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
         stack.callback(checkpoints.close, console.say)
@@ -196,13 +183,11 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         dtype = str(resolved.policy.config.dtype)
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
-        heartbeat.note_loading("waiting for the judge")
         try:
             with heartbeat.phase(WATCHED_ELSEWHERE):
                 judges, passed = _open_judges(resolved, dist, loop, stack, console, sample)
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
-        heartbeat.note_loading("")
         record_environment(config.run_dir, done, dist)
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         resolved, keeps_start = with_start(resolved, newest, dist)
@@ -221,12 +206,25 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             console.say(sentence)
         record.write_config()
         timer = PhaseTimer(console, flops_per_s, dist.device)
-        recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
+        follower = Follower(config.run_dir, config.tracking, dist.is_main)
+        stack.push(lambda kind, error, trace: follower.close(failed=error is not None))
+        follower.start()
+        recording = Recording(
+            dist=dist,
+            console=console,
+            timer=timer,
+            show_group_every=config.tracking.show_group_every_n_iterations,
+            record=record,
+            follower=follower,
+            writer=stack.enter_context(BackgroundWriter(config.run_dir)),
+            num_iterations=num_iterations,
+        )
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, dist)
-        checks.replay(record.lines())
+        for line in record.lines():
+            checks.watch.sentences(line)  # logged by the process that wrote the line
         yield Run(
             config=config,
             dist=dist,
@@ -248,30 +246,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             start=start,
             metrics_line_missing=start == 0 or not dist.broadcast(record.has_line(start)),
         )
-
-
-def _open_recording(
-    config: RunConfig,
-    dist: Dist,
-    console: Console,
-    timer: PhaseTimer,
-    record: RunRecord,
-    num_iterations: int,
-    stack: ExitStack,
-) -> Recording:
-    follower = Follower(config.run_dir, config.tracking, dist.is_main)
-    stack.push(lambda kind, error, trace: follower.close(failed=error is not None))
-    follower.start()
-    return Recording(
-        dist=dist,
-        console=console,
-        timer=timer,
-        group_panel=GroupPanel(console, config.tracking.show_group_every_n_iterations),
-        record=record,
-        follower=follower,
-        writer=stack.enter_context(BackgroundWriter(config.run_dir)),
-        num_iterations=num_iterations,
-    )
 
 
 def _raise_if_stopped(dist: Dist) -> None:
@@ -431,8 +405,8 @@ def _make_checks(
     plugin_metrics = PluginMetrics(renderer, made, dist)
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
-    watch = Watch(context.config, engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, held_out, plugin_metrics, watch)
+    alarms = alarms_of(context.config, engine_dtype(resolved), dropout)
+    return Checks(context.config, dist, held_out, plugin_metrics, Watch(alarms))
 
 
 def _open_judges(

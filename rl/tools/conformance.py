@@ -202,8 +202,9 @@ def lines(subject: Subject) -> Iterator[Line]:
             yield skipped(what, str(error))
         except (FaultError, SyncError) as error:
             yield result(what, False, str(error), fix)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            find.reraise_ctrl_c(error)
             described = find.described(error, subject.resolved.policy.cls.__init__)
             yield result(what, False, f"raises {described}", fix)
 

@@ -7,8 +7,8 @@ import json
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import Distribution, version
@@ -20,8 +20,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from rl import build
 from rl.api.data import RowRules
+from rl.api.engine import Engine
 from rl.api.plugin import PluginConfig, Resources
-from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
+from rl.api.policy import Policy
+from rl.api.types import Episode, Prompt, Sample, Status
 from rl.config.loading import not_a_file, printable, validate
 from rl.config.schema import RunConfig
 from rl.data.rows import Lines, UnusableError, load_image
@@ -31,7 +33,8 @@ from rl.printing import scrubbed
 from rl.ranks.dist import Dist
 from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
-from rl.seeds import derive_seed
+from rl.run.checks import BARE, POLICY
+from rl.run.evaluation import STOCK, SetWeights, own_words, score, write
 from rl.tools.trained import Trained, config_for_use, load_trained, pick_device
 
 if TYPE_CHECKING:
@@ -43,15 +46,13 @@ if TYPE_CHECKING:
 #
 # Axes: `_B` requests of a batch.
 
-SetWeights = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which a policy computes its hidden states with certain weights."""
 ImageOrPath = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
 """(width, height), px."""
-OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
-"""Names of the arms drawn beside the edit: from the user's instruction, from the words of the
-untrained policy, and by the renderer's own pipeline without a policy."""
+OWN_WORDS, UNTRAINED = BARE, "before"
+"""Names of two variants drawn beside the edit: from the user's instruction, and from the words of
+the untrained policy. The third is `STOCK`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +77,14 @@ class EditRequest:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """The edit, or one of the `arms` drawn for comparison with it."""
+    """The edit, or one of the variants drawn for comparison with it."""
 
     words: str
     """The text without the thought."""
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None = None
-    """Why this arm failed; None: it did not."""
+    """Why this variant failed; None: it did not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class EditResult:
     failure: str | None
     """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
     arms: Mapping[str, Arm] = field(default_factory=dict)
-    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that arm; all share the noise."""
+    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that variant; all share the noise."""
     seed: int = 0
     noise_seed: int = 0
     token_ids: tuple[int, ...] = ()
@@ -136,19 +137,6 @@ def sample_of(
         raise ValueError(str(error)) from error
     sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
     return sample, tuple(size_px for _, size_px in pictures)
-
-
-class Writer:
-    """A policy and the engine that samples from it."""
-
-    def __init__(self, config: RunConfig, dist: Dist) -> None:
-        resolved = build.resolve(config)
-        self.policy = build.build_policy(resolved, dist)
-        self.engine = build.build_engine(resolved, self.policy, dist)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.policy.close()
 
 
 class Editor:
@@ -189,13 +177,13 @@ class Editor:
         self._base_policy = base_policy
         self._size_px = size_px
         self._dist = Dist(device=self.device)
-        self._writer = Writer(config, self._dist)
-        self.policy = self._writer.policy
+        self._closing = ExitStack()
+        self.policy, self._engine = self._load(config)
         if only_words and "source_codes" in self.policy.needs:
             raise ValueError("this run's policy writes the picture itself, not words: use rl edit")
         resolved = build.resolve(config)
         self._rules = build.row_rules(resolved)
-        self._loop = BackgroundLoop("edit")
+        loop = BackgroundLoop("edit")
         self.needs_picture: bool = resolved.renderer.cls.needs_source
         self.draws: bool = resolved.renderer.cls.makes_images and not only_words
         renderer = (
@@ -203,7 +191,18 @@ class Editor:
             if only_words
             else build.build_renderer(resolved, self._dist)
         )
-        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, self._loop)
+        self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, loop)
+        self._closing.callback(renderer.close)
+        self._closing.callback(loop.close)
+
+    def _load(self, config: RunConfig) -> tuple[Policy[Any], Engine[Any]]:
+        """A policy and the engine that samples from it."""
+        resolved = build.resolve(config)
+        policy = build.build_policy(resolved, self._dist)
+        self._closing.callback(policy.close)
+        engine = build.build_engine(resolved, policy, self._dist)
+        self._closing.callback(engine.close)
+        return policy, engine
 
     @classmethod
     def from_run(
@@ -232,11 +231,7 @@ class Editor:
 
     def close(self) -> None:
         """Free the models."""
-        self._loop.close()
-        self._context.renderer.close()
-        self._writer.close()
-        if "_untrained" in vars(self) and self._untrained[0] is not self._writer:
-            self._untrained[0].close()
+        self._closing.close()
 
     def edit(
         self,
@@ -272,7 +267,7 @@ class Editor:
             requests: taken a batch at a time.
             batch_size: requests sampled and drawn together, >= 1.
             seed: for the sampling of words and for the noise.
-            arms: also draw the arms of `EditResult.arms`; each costs as much as the edit.
+            arms: also draw the variants of `EditResult.arms`; each costs as much as the edit.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
@@ -294,22 +289,21 @@ class Editor:
                 prepared[b] = self.policy.build_prompt(sample), original_sizes_px
             except ValueError as error:  # only this request fails
                 results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
-        prompts = [prompt for prompt, _ in prepared.values()]
-        drawn = self._draw(prompts, seed, arms) if prompts else []
+        prompts = {b: prompt for b, (prompt, _) in prepared.items()}
+        drawn = self._draw(prompts, seed, arms) if prompts else {}
         seconds = (time.monotonic() - began) / max(1, len(prompts))
-        for (b, (prompt, original_sizes_px)), (episode, other_arms) in zip(
-            prepared.items(), drawn, strict=True
-        ):
-            arm = self._arm(episode)
+        for b, (prompt, original_sizes_px) in prepared.items():
+            variants = {name: self._arm(of_b[b]) for name, of_b in drawn.items() if b in of_b}
+            edit, episode = variants.pop(POLICY), drawn[POLICY][b]
             results[b] = EditResult(
                 requests_B[b],
                 prompt.sample.sources,
                 original_sizes_px,
-                arm.words,
+                edit.words,
                 episode.action.thought,
-                arm.image,
-                arm.failure,
-                {name: self._arm(other) for name, other in other_arms.items()},
+                edit.image,
+                edit.failure,
+                variants,
                 seed,
                 episode.noise_seed,
                 episode.completion.token_ids,
@@ -329,72 +323,32 @@ class Editor:
         return self.trained.source_area_px() if self.trained else 512 * 512
 
     def _draw(
-        self, prompts_B: Sequence[Prompt], seed: int, arms: bool
-    ) -> list[tuple[Episode, dict[str, Episode]]]:
-        """For each request: the edit's episode, and the episodes of the arms by name."""
-        completions_B = self._write(prompts_B, seed, self._writer)
-        bare_B = [
-            self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
-        ]
-        edits_B, bares_B = self._render(prompts_B, completions_B, bare_B, seed, self._writer)
-        arms_B: list[dict[str, Episode]] = [
-            {} if bare is None else {OWN_WORDS: bare} for bare in bares_B
-        ]
-        if arms:
-            untrained, weights = self._untrained
-            with weights():
-                written_B = self._write(prompts_B, seed, untrained)
-            drawn: dict[str, tuple[Sequence[Prompt], Sequence[Completion]]]
-            drawn = {UNTRAINED: (prompts_B, written_B)}
-            stock_B = [untrained.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
-            # A renderer that reads only words would draw the same picture as for the bare arm.
-            if untrained.policy.reads_states and all(stock_B):
-                stock_prompts, stock_completions = zip(*filter(None, stock_B), strict=True)
-                drawn[STOCK] = stock_prompts, stock_completions
-            for name, (prompts, completions) in drawn.items():
-                none_B = [None] * len(prompts)
-                episodes_B, _ = self._render(prompts, completions, none_B, seed, untrained, weights)
-                for episodes_by_arm, episode in zip(arms_B, episodes_B, strict=True):
-                    episodes_by_arm[name] = episode
-        return list(zip(edits_B, arms_B, strict=True))
+        self, prompts: Mapping[int, Prompt], seed: int, arms: bool
+    ) -> dict[str, dict[int, Episode]]:
+        """For each request the episodes, not graded, of `POLICY`, the edit, and of the others."""
+        context = replace(self._context, config=self.config.model_copy(update={"seed": seed}))
+        variants = {POLICY: write(context, self._engine, prompts)}
+        if not arms:
+            return score(context, variants, self._dist)
+        variants[OWN_WORDS] = own_words(context, prompts)
+        drawn = score(context, variants, self._dist)
+        policy, engine, weights = self._untrained
+        context = replace(context, policy=policy)
+        with weights():
+            beside = {UNTRAINED: write(context, engine, prompts)}
+        if policy.reads_states:  # else it would be the picture of the user's own words
+            stock = {b: policy.stock_arms(prompt) for b, prompt in prompts.items()}
+            beside[STOCK] = {b: rows[STOCK] for b, rows in stock.items() if STOCK in rows}
+        return drawn | score(context, beside, self._dist, weights)
 
     @cached_property
-    def _untrained(self) -> tuple[Writer, SetWeights]:
-        """The untrained policy and a context that sets its weights: the same policy without its
-        adapter or, after full fine-tuning, a second policy."""
+    def _untrained(self) -> tuple[Policy[Any], Engine[Any], SetWeights]:
+        """The untrained policy, its engine and a context that sets its weights: the same policy
+        without its adapter or, after full fine-tuning, a second policy."""
         if self.policy.config.lora is not None or self._base_policy is None:
-            return self._writer, self.policy.reference
+            return self.policy, self._engine, self.policy.reference
         base = self.config.model_copy(update={"policy": dict(self._base_policy)})
-        return Writer(base, self._dist), nullcontext
-
-    def _write(self, prompts_B: Sequence[Prompt], seed: int, writer: Writer) -> list[Completion]:
-        params = SamplingParams(
-            temperature=self.config.evaluation.temperature,
-            top_p=1.0,
-            top_k=self.config.evaluation.top_k,
-            max_tokens=self.config.sampling.max_completion_tokens,
-            num_completions=1,
-        )
-        seeds_B = [derive_seed("evaluation", seed, "sampling", p.sample.id) for p in prompts_B]
-        return [group[0] for group in writer.engine.generate(prompts_B, params, seeds_B)]
-
-    def _render(
-        self,
-        prompts_B: Sequence[Prompt],
-        completions_B: Sequence[Completion],
-        bare_B: Sequence[Completion | None],
-        seed: int,
-        writer: Writer,
-        weights: SetWeights = nullcontext,
-    ) -> tuple[list[Episode], list[Episode | None]]:
-        """Ungraded episodes of (the completions, the bare arm), each _B."""
-        from rl.run.evaluation import score
-
-        config = self.config.model_copy(update={"seed": seed})
-        context = replace(self._context, config=config, policy=writer.policy)
-        groups_B1 = [[completion] for completion in completions_B]
-        rollout = score(context, prompts_B, groups_B1, bare_B, self._dist, weights)
-        return [episode for (episode,) in rollout.episodes], rollout.bare_episodes
+        return *self._load(base), nullcontext
 
     def _arm(self, episode: Episode) -> Arm:
         words = episode.action.words.strip()
@@ -481,7 +435,7 @@ def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, st
 
 
 def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
-    lines, requests, problems = Lines([path]), [], []
+    lines, requests, problems = Lines(path), [], []
     for index, number in enumerate(lines.numbers):
         try:
             values = lines[index]
@@ -531,7 +485,7 @@ def free_stem(folder: Path, request: EditRequest) -> Path:
 
 
 def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
-    """Write picture, sheet (if arms were drawn) and JSON; returns their paths in this order."""
+    """Write picture, sheet (if others were drawn) and JSON; returns their paths in this order."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     if result.image is not None:

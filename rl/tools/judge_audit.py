@@ -195,7 +195,7 @@ async def ask(
         try:
             outputs = await asyncio.gather(
                 *(
-                    scores(plugin.key, reward, [RewardInput(results[key][0], "", results[key][1])])
+                    scores(reward, [RewardInput(results[key][0], "", results[key][1])])
                     for key in keys
                 )
             )

@@ -94,6 +94,10 @@ class Row:
         """The rendered picture, or its thumbnail if only that is on record and readable."""
         return self._open(self.record.get("image_file"), self.record.get("thumbnail"))
 
+    def bare_image(self) -> Image | None:
+        """Of a held-out sample: the picture that was drawn from the user's own words."""
+        return self._open(self.record.get("bare_file"))
+
     def sources(self) -> list[Image]:
         """The source pictures on record, in order, likewise."""
         found = (self._open(*places) for places in reading.source_places(self.record))

@@ -535,8 +535,11 @@ def _with_depth(
     named = policy.module.named_parameters()
     params = sum(weight.numel() for name, weight in named if "lora_" not in name)
     frozen = [
-        replace(model, weights={"weights": renderer_bytes / model.bytes_per_value})
-        if model.name == "renderer" and model.weights
+        replace(
+            model,
+            cost=replace(model.cost, weights={"weights": renderer_bytes / model.bytes_per_value}),
+        )
+        if model.name == "renderer" and model.cost.weights
         else model
         for model in sizes.frozen
     ]

@@ -106,16 +106,12 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         raise ValueError(not_a_run(source))
     model = model_folder(source if checkpoint == "latest" else checkpoint_of(source, checkpoint))
     is_adapter = (model / ADAPTER_CONFIG).is_file()
-    if not is_adapter and not (model / "config.json").is_file():
-        raise ValueError(
-            f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json); name "
-            "a run folder, or one of its checkpoints/step_*"
-        )
     step = model.resolve().parent
-    if not (step / "state.json").is_file():
+    if not (is_adapter or (model / "config.json").is_file()) or not (step / "state.json").is_file():
         raise ValueError(
-            f"{model} belongs to no run: no state.json beside it says how it was trained; name a "
-            "run folder, or one of its checkpoints/step_*"
+            f"{model} belongs to no run: it needs an {ADAPTER_CONFIG} or config.json, and a "
+            "state.json beside it, which says how it was trained; name a run folder, or one of its "
+            "checkpoints/step_*"
         )
     state = read_state(step)
     run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent

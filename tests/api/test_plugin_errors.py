@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -128,12 +127,9 @@ def test_a_message_of_this_package_stays_what_it_is(resolved: build.Resolved) ->
         read_row(rows, 0, "data.train.0")
 
 
-def test_a_keyboard_interrupt_of_a_plugin_is_not_ctrl_c(resolved: build.Resolved) -> None:
+def test_ctrl_c_is_no_error_of_a_plugin() -> None:
     with pytest.raises(KeyboardInterrupt):
         find.attempt("a plugin", None, lambda: signal.default_int_handler(2, None))
-    raising = partial(sys.modules["outsider"].loss, KeyboardInterrupt())
-    [problem] = find.attempt("a plugin", None, raising)[1]
-    assert holds(problem, "a plugin raises KeyboardInterrupt ... outsider.py, line ")
 
 
 def test_os_exit_in_a_plugin_is_its_error(

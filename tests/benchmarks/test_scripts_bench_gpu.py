@@ -13,7 +13,7 @@ from benchmarks.gpu_models import REAL
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
 from rl.policies import trained_module
-from rl.policies.qwen_vl import load_tokenizer
+from rl.policies.policy_base import load_tokenizer
 from rl.policies.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image_edit import QwenImageEdit
@@ -160,7 +160,7 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     for side_px, num_tokens in ((REAL.policy_px, 1543), (384, 370)):
         renderer = QwenImageEdit.Config(type="", policy_image_area_px=side_px**2)
         template = QwenImageEdit.prompt_template(renderer)
-        prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
+        prompts = QwenPrompts(tokenizer, load_image_processor(section), template, 2048)
         sample = gpu_models.make_sample(bench, side_px, 0)
         prompt = prompts.prompt(sample, sample.instruction)
         assert len(prompt.token_ids) == num_tokens == REAL.num_prompt_tokens(side_px)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.config import CacheConfig
 
 from rl import build
+from rl.api.plugin import ModelCost
 from rl.api.policy import PolicySetup
 from rl.check.memory_plan import (
     CONTEXT_GB,
@@ -52,7 +53,7 @@ from rl.meter import Recompute
 from rl.policies.qwen_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
-EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
+EDITOR = FrozenModel("renderer", "auto", 2, ModelCost({"transformer": 20e9}, {"transformer": 1e9}))
 ENGINE = InferenceEngine(
     share=0.5,
     cache_gb=None,
@@ -339,7 +340,7 @@ def test_zero_stages_under_full_fine_tuning() -> None:
 
 
 def test_models_on_other_devices_are_not_counted() -> None:
-    clip = FrozenModel("rewards.clip", "cuda:2", 4, {"model": 0.15e9}, {})
+    clip = FrozenModel("rewards.clip", "cuda:2", 4, ModelCost({"model": 0.15e9}))
     planned = plan(replace(SIZES, frozen=(replace(EDITOR, device="cuda:1"), clip)), gpu_gb=100)
     assert planned.total_gb("render") == pytest.approx(plan(SIZES, 100).total_gb("render") - 42)
     assert planned.elsewhere == pytest.approx({"cuda:1": 42, "cuda:2": 0.6})
@@ -440,8 +441,11 @@ def test_host_memory_by_hand() -> None:
     # An engine that stays pins nothing; the checkpoint of an adapter is small.
     stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
     assert host_plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
-    offloads = replace(EDITOR, host_weights=5e9)
-    assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
+    shared, copied = (
+        replace(EDITOR, cost=replace(EDITOR.cost, host_weights=5e9, host_shared=is_shared))
+        for is_shared in (True, False)
+    )
+    assert shared.host_gb(4) == 10 and copied.host_gb(4) == 40
 
 
 def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
@@ -455,8 +459,8 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "expected_gb"),
     [
-        ({}, 64 * 1.024),
-        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64 * 1.024),
+        ({}, 64),
+        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64),
         ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
         (  # a cgroup inside a smaller one
             {
@@ -469,13 +473,12 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_host_memory_is_the_smallest_limit(
-    tmp_path, files: dict[str, str], expected_gb: float
+    tmp_path, monkeypatch, files: dict[str, str], expected_gb: float
 ) -> None:
-    assert host_memory_gb(tmp_path) is None
-    files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
+    pages = {"SC_PHYS_PAGES": 16_000_000, "SC_PAGE_SIZE": 4000}
+    monkeypatch.setattr("rl.check.this_machine.os.sysconf", pages.__getitem__)
     for name, text in files.items():
-        base = "proc" if name in ("meminfo", "self/cgroup") else "sys/fs/cgroup"
-        file = tmp_path / base / name
+        file = tmp_path / ("proc" if name == "self/cgroup" else "sys/fs/cgroup") / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert host_memory_gb(tmp_path) == pytest.approx(expected_gb)

@@ -112,7 +112,7 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
         return capsys.readouterr().err
 
     gone = {"api_base": "http://127.0.0.1:9", "model": MODEL, "max_attempts": 1}
-    assert holds(refusal_of("wrong", gone), "train.jsonl: has no column 'wrong'"), (
+    assert holds(refusal_of("wrong", gone), "train.jsonl[train], row 1: has no 'wrong'"), (
         "the local file first"
     )
     assert holds(refusal_of("instruction", gone), "no judge at http://127.0.0.1:9")

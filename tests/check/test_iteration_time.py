@@ -16,7 +16,6 @@ from benchmarks import picture_flops, run_hours
 from rl import build
 from rl.check import check_report
 from rl.check.iteration_time import (
-    LINK_BYTES_S,
     MOST_WORKERS,
     Iteration,
     bound_by,
@@ -62,15 +61,6 @@ WORK = Iteration(
         ({"questions": 1, "judge_s": 1.0, "learn_s": 1.0, "workers": 6}, 5 + 2 + 12 + 1 + 2),
         # Three lessons of 10 s outlast the judge.
         ({"questions": 1, "judge_s": 0.1, "learn_s": 10.0, "workers": 6}, 5 + 2 + 30 + 2),
-        # A picture travels 3 s; ranks of a node share its link.
-        ({"picture_bytes": 3 * LINK_BYTES_S, "workers": 6}, 5 + 12 * 3 + 2 + 2),
-        ({"num_ranks": 2, "picture_bytes": 3 * LINK_BYTES_S, "workers": 12}, 5 + 24 * 3 + 2 + 2),
-        (
-            {"num_ranks": 2, "picture_bytes": 3 * LINK_BYTES_S, "workers": 12, "ranks_per_node": 1},
-            5 + 12 * 3 + 2 + 2,
-        ),
-        # Only the first batch, 0.2 s on the link, is waited for; the others travel meanwhile.
-        ({"picture_bytes": 0.1 * LINK_BYTES_S, "workers": 1}, 5 + 0.2 + 12 + 2),
         # Batches of 2, 2, 2 and 1 on two workers: two rounds of 2 s.
         ({"num_groups": 1, "group_size": 7, "workers": 2}, 5 + 2 + 2 + 2),
         # A batch cannot be larger than a rank's pictures.
@@ -87,7 +77,7 @@ def test_hand_computed_iterations(changes: dict[str, float], total_s: float) -> 
 def test_more_workers_are_never_slower(num_ranks: int, batch_size: int, local: bool) -> None:
     work = replace(
         WORK, num_ranks=num_ranks, batch_size=batch_size, local=local, condition_s=0.7,
-        questions=2, judge_s=0.1, learn_s=2.0, picture_bytes=1e8,
+        questions=2, judge_s=0.1, learn_s=2.0,
     )  # fmt: skip
     seconds = [replace(work, workers=n).total_s for n in range(1, 100)]
     assert all(more <= less + 1e-9 for less, more in pairwise(seconds))
@@ -98,7 +88,6 @@ def test_the_bound_is_what_shortens_the_iteration_most() -> None:
     assert bound_by(replace(WORK, workers=1)) == "drawing"
     assert bound_by(replace(WORK, workers=6)) == "sampling"
     assert bound_by(replace(WORK, workers=6, questions=2, judge_s=3.0)) == "the judge"
-    assert bound_by(replace(WORK, workers=6, picture_bytes=3 * LINK_BYTES_S)) == "the network"
     assert bound_by(replace(WORK, workers=6, condition_s=10.0)) == "conditioning"
 
 
@@ -128,7 +117,7 @@ def test_the_formulas_of_a_picture_agree_with_counted_operations(
     """The counter runs the real forward on the meta device; the formula leaves out the VAE and
     what is computed once per picture."""
     renderer = build.resolve(tiny_config.shipped(config)).renderer
-    flops = renderer.cls.picture_flops(renderer.config)
+    flops = renderer.cls.cost(renderer.config).picture_flops
     assert flops is not None and 0.93 < flops / counted() < 1.02
 
 
@@ -137,8 +126,6 @@ def test_times_are_computed_for_the_gpu_of_the_config() -> None:
     assert (work.num_ranks, work.num_groups, work.group_size, work.questions) == (8, 2, 9, 2)
     # 20.3 PFLOP a picture (counted); H200: 790 TFLOP/s, of which half are reached.
     assert work.draw_s == pytest.approx(20.3e15 / (0.5 * 790e12), rel=0.02)
-    # (2048 + 128) x 3584 values of two bytes, a source and a picture of 1024 x 1024 in RGB.
-    assert work.picture_bytes == (2048 + 128) * 3584 * 2 + 2 * 3 * 1024**2
     eight_bit = tiny_config.shipped("qwen_image_edit", "renderer.fp8=storage")
     assert computed(build.resolve(eight_bit)).draw_s == work.draw_s
 
@@ -169,11 +156,10 @@ def test_the_lines_for_a_check() -> None:
         )
         return pool_lines(build.resolve(pooled))
 
-    first, memory, transfer, _, *rest = lines_of("qwen_image_edit", workers=16)
+    first, memory, _, *rest = lines_of("qwen_image_edit", workers=16)
     assert first == "16 workers, Ray at auto"
     # 13.63e9 + 0.127e9 weights of two bytes, activations, and 2 GB of CUDA's.
     assert 2 + 27.5 < float(memory.split()[3]) < 40
-    assert transfer == "transfer: 3.15 GB an iteration (21.9 MB a picture)"  # 144 of these
     # 18 pictures of a rank are five batches of 4 (208 s): 40 of eight ranks in one round.
     assert [line.split()[2:4] for line in rest[:3]] == [
         ["without", "a"],
@@ -183,9 +169,9 @@ def test_the_lines_for_a_check() -> None:
     assert all(line.endswith("; drawing bounds it") for line in rest[:3])
     assert rest[3].startswith("beyond 40 workers")
     local = lines_of("qwen_image_edit", workers=16, local=True)
-    assert float(local[5].split()[0]) < float(rest[1].split()[0])
+    assert float(local[4].split()[0]) < float(rest[1].split()[0])
     unknown = lines_of("qwen_image_edit", workers="auto")
-    assert unknown[0].startswith("auto") and len(unknown) == 7
+    assert unknown[0].startswith("auto") and len(unknown) == 6
     assert lines_of("qwen_image_edit_fewstep", workers=16)[-2].endswith("the judge bounds it")
     assert lines_of("vlm_reasoning", workers=16)[-1].startswith("time not planned: renderer")
     size = "time not planned: renderer: the size of this model is unknown"

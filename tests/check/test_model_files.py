@@ -90,7 +90,7 @@ def test_damage_is_found_in_every_part_of_a_model(
         content, file = weights.read_bytes(), os.path.join(subfolder, weights.name)
         message = f"lacks {file} or {file}.index.json"
         cases.append((lambda part: (part / weights.name).unlink(), message))
-        message = f"{len(content) - 1} bytes ... {len(content)}; ... copy"
+        message = f"{len(content) - 1} bytes; ... copy"
         cases.append((lambda part: rewrite(part / weights.name, content[:-1]), message))
     for damage, parts in cases:
         [problem] = problems_with(name, tmp_path, damage, subfolder)
@@ -116,12 +116,12 @@ def header(text: bytes) -> bytes:
         *(
             ("model.safetensors", content, message)
             for content, message in (
-                (b"", "0 bytes"),
+                (b"", "is empty"),
                 (b"\xff" * 64, "header"),
                 (header(b"[]"), "header"),
                 (header(b"{" * 9000), "header"),
                 (header(b'{"w": {"data_offsets": [0, "8"]}}'), "header"),
-                (header(b'{"w": {"data_offsets": [0, 8]}}') + bytes(7), "46 bytes ... 47"),
+                (header(b'{"w": {"data_offsets": [0, 8]}}') + bytes(7), "46 bytes"),
                 (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS"),
             )
         ),
@@ -152,7 +152,7 @@ def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
          "lacks model-00002-of-00002.safetensors ... copy"),
         *(
             (lambda folder, content=content: rewrite(folder / index, content),
-             f"{index} ... no weights")
+             f"lacks names of weights in {index}")
             for content in (b"{", b"{}", b'{"weight_map": ["x"]}')
         ),
     ]  # fmt: skip

@@ -131,7 +131,7 @@ def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> 
                         "policy.init_text_encoder_from="], "policy: ... 64 ... 128"),
         ("quickstart", ["policy.thought.max_tokens=16", "sampling.max_completion_tokens=16"],
          "policy.thought.max_tokens: ... sampling.max_completion_tokens = 16"),
-        ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... white space"),
+        ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... pattern"),
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
     ],
 )  # fmt: skip

@@ -57,8 +57,9 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
 
 
 def test_a_run_folder_in_a_file_or_in_proc_is_refused(tmp_path: Path) -> None:
-    for path in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
-        assert holds(folder_problems(path)[0], "base_exp_dir: ... kernel")
+    assert holds(
+        create_and_check(Path("/proc/self/run"))[0], "base_exp_dir: /proc/self/run cannot be"
+    )
     (tmp_path / "file").write_text("")
     assert holds(folder_problems(Path("~/runs/a"))[0], "base_exp_dir: ~/runs/a ... write it out")
     [problem] = folder_problems(tmp_path / "file" / "run")

@@ -12,7 +12,7 @@ from tiny_run import run_config
 from rl.api.find import import_plugin, plugin_class
 from rl.api.policy import LoraSection
 from rl.build import PLUGIN_BASES, SHIPPED, class_of
-from rl.check.compatibility import HARMLESS, LENGTH, NOTED, SYNC_POINTS, check_resume
+from rl.check.compatibility import HARMLESS, NOTED, SCHEDULE, check_resume
 from rl.config.schema import PluginSection, RunConfig, Section
 
 
@@ -50,23 +50,19 @@ def test_a_change_that_breaks_the_run_is_refused(change: dict[str, Any], line: s
     assert "'tiny'" in message and "another run_name" in message
 
 
-DECAYS = {"optimizer": {"final_lr_fraction": 0.1}}
 NO_KL = {"algorithm": {"kl_coeff": 0.0, "zero_spread_groups": "drop"}}
 ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     # keys that training does not read
     ({}, {
         "base_exp_dir": "moved",
-        "num_iterations": 1000,
-        "checkpoint": {"save_every_n_iterations": 5},
+        "checkpoint": {"keep_every_n_iterations": 5},
         "tracking": {"wandb": "offline"},
         "judge": {"api_base": ["http://a:1", "b:2"], "max_concurrency": 2, "timeout_s": 9},
-        "evaluation": {"every_n_iterations": 5},
-        "data": {"train": TRAIN, "validation": HELD_OUT},
+        "evaluation": {"num_samples": 5},
         "policy": POLICY | {"device": "cuda:1"},
     }, []),
     ({}, {"judge": {"model": "other"}}, []),  # no judge is asked
     (NO_KL, {"algorithm": {"kl_coeff": 0.0, "zero_spread_groups": "kl_only"}}, []),
-    (DECAYS, DECAYS | {"num_iterations": 9}, ["num_iterations: None -> 9"]),
     ({}, {"policy": POLICY | {"max_prompt_tokens": 4096}},
      ["policy.max_prompt_tokens: '(absent)' -> 4096"]),
     ({}, {
@@ -150,7 +146,7 @@ def test_every_key_that_may_change_exists_in_the_schema() -> None:
         keys |= {f"{name}.{key}" for key in plugin_keys(folder)}
     keys |= {f"policy.lora.{key}" for key in LoraSection.model_fields}
     keys |= {f"data.train.0.{key}" for key in plugin_keys("data")} | {"data.validation.0.path"}
-    for pattern in (*HARMLESS, *SYNC_POINTS, *LENGTH, *NOTED):
+    for pattern in (*HARMLESS, *SCHEDULE, *NOTED):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
 
@@ -165,12 +161,9 @@ def test_every_key_that_may_change_exists_in_the_schema() -> None:
         ({"data": {"train": TRAIN, "validation": HELD_OUT}}, "data.validation: [] -> "),
     ],
 )  # fmt: skip
-def test_schedule_changes_are_noted_only_if_rollouts_run_ahead(
-    change: dict[str, Any], line: str
-) -> None:
-    """On-policy, checkpoints and held-out evaluations do not affect training."""
-    assert check_resume(resolved(), resolved(**change)) == []
-    [note] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
+def test_schedule_changes_are_noted(change: dict[str, Any], line: str) -> None:
+    """They affect training if rollouts run ahead, and the length if the learning rate decays."""
+    [note] = check_resume(resolved(), resolved(**change))
     assert note.startswith(line)
 
 

@@ -112,8 +112,8 @@ F32, NO_VLLM = "policy.dtype=float32", "engine.type=transformers"
 @pytest.mark.parametrize(
     ("machine", "overrides", "parts"),
     [
-        ({}, [F32], "engine.adapter: ... float32 ... policy.dtype=bfloat16 ... transformers"),
-        ({}, ["engine.dtype=float32"], "engine.adapter: ... float32 ... engine.dtype=auto"),
+        ({}, [F32], "engine.dtype: ... float32 ... policy.dtype=bfloat16 ... transformers"),
+        ({}, ["engine.dtype=float32"], "engine.dtype: ... float32 ... engine.dtype=auto"),
         ({}, [F32, "engine.dtype=bfloat16"], ""),
         ({}, [F32, NO_VLLM], ""),
         ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
@@ -137,8 +137,8 @@ def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
     box(smi_exit="9", vllm="cpu")
     assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
-    assert holds(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
-    assert holds(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    assert holds(machine_lines(resolved)[1], "GPU ... engine.dtype: ... float32")
+    assert holds(*missing(F32, "policy.device=cuda:0"), "engine.dtype: ... float32")
     box(smi_exit="9")
     assert machine_problems(resolved) == [], "the run may be meant for another machine"
     problems = machine_problems(resolved, is_start=True)

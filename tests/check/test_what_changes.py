@@ -46,7 +46,7 @@ def looked_at(folder: Path, text: str, *overrides: str) -> tuple[list[str], list
             [],
             ["prompts_per_iteration: 2 (was 8)", "world_size: 1 (was 4)"],
         ),
-        ("{ optimizer+: { betas: [0.5, 0.8], zero_stage:: null } }", [],
+        ("{ optimizer+: { betas: [0.5, 0.8] } }", [],
          ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
         ("{ data+: { train: import 'data.libsonnet' } }", [],
          ['data.train: [{"path": "b.txt", "type": "prompt... '
@@ -85,12 +85,8 @@ def test_a_section_replaced_without_plus_says_what_it_drops(tmp_path, text, expe
     assert holds(line, expected), line
 
 
-def test_only_what_makes_the_object_counts_as_imported(tmp_path: Path) -> None:
-    base = "local base = import 'base.jsonnet'; "
-    lines, drops = looked_at(
-        tmp_path, base + "base { run_name: 'x', optimizer+: { betas: [0, 1/2] } }"
-    )
-    assert lines == ["differs from base.jsonnet", "optimizer.betas: [0, 0.5] (was [0.5, 0.9])"]
+def test_only_what_the_file_begins_with_counts_as_imported(tmp_path: Path) -> None:
+    base = "local base = import 'base.jsonnet';\n"
     own = BASE.replace("error 'name the run'", "'x'").replace("num_iterations: 3", "num_epochs: 3")
     lines, drops = looked_at(tmp_path, base + own.replace("a/b", "' + base.policy.model_path + '"))
     assert lines[0] == "differs from base.libsonnet" and "num_epochs: 3 (was null)" in lines

@@ -197,9 +197,7 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
     [
         ({"learning_rat": 1.0}, "learning_rat: ... 'learning_rate'"),
         ({"vlm_spm_memory_utilization": 1}, "'vllm_gpu_memory_utilization'"),
-        ({"emu3_use_logit_processor": False}, "emu3_use_logit_processor ... true ... false"),
         ({"episodes_per_iteration": 100}, "100 ... groups of 8"),
-        ({"reward_final_reward": "ground_score"}, "set reward_compute_ground_score: true"),
         (
             {"reward_final_reward": "sqrt(viescore_pxground_score)"},
             "reward_final_reward: ... 'viescore'",

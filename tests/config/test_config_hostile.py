@@ -93,13 +93,11 @@ def test_an_impossible_run_folder_is_reported(tmp_path: Path, folder: str) -> No
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        (f"judge{'.a' * 300}=1", "judge.a.a ... write key.sub=value"),
-        (f"seed={'9' * 400}", "seed: ... valid integer"),
         (f"{'k' * 100_000}=1", "kkk: unknown key"),
         ("base_exp_dir=/tmp/\udcc3", "not UTF-8"),
         ("render_pool={workers: 1, address: 'ray://far.example:10001'}", "render_pool.address: "),
     ],
-    ids=range(5),
+    ids=range(3),
 )
 def test_an_extreme_override_is_refused_in_a_short_sentence(tmp_path, override, parts) -> None:
     file = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))

@@ -16,8 +16,8 @@ from tiny_tokens import fields, rename_globals, save_published, write_list
 
 from rl.api.data import RowRules
 from rl.data import emu3_tokens
-from rl.data.emu3_tokens import TokenisedEdit, UnreadableError
-from rl.data.rows import BadRowError
+from rl.data.emu3_tokens import TokenisedEdit
+from rl.data.rows import BadRowError, UnusableError
 
 RULES = RowRules("error", 4096)
 
@@ -65,7 +65,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, style: s
         file.write_bytes(pickle.dumps(hostile))
     else:
         torch.save(hostile, file, _use_new_zipfile_serialization=style == "zip")
-    with pytest.raises(UnreadableError, match=r"refused .*nothing is run"):
+    with pytest.raises(UnusableError, match=r"refused .*nothing is run"):
         emu3_tokens.read(file)
     assert not mark.exists()
     torch.load(file, weights_only=False) if style != "bare pickle" else pickle.loads(
@@ -89,7 +89,7 @@ def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, style: s
 )
 def test_bad_fields_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     torch.save(fields(1, **changes), tmp_path / "1.pth")
-    with pytest.raises(UnreadableError, match=complaint):
+    with pytest.raises(UnusableError, match=complaint):
         emu3_tokens.read(tmp_path / "1.pth")
 
 
@@ -104,7 +104,7 @@ def test_our_format_round_trips_and_a_cut_file_is_refused(tmp_path: Path) -> Non
     np.testing.assert_array_equal(loaded.source_codes, source)
     assert loaded.target_codes.dtype == np.int32 and loaded.target_codes.max() == 32005
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UnreadableError, match="safetensors"):
+    with pytest.raises(UnusableError, match="safetensors"):
         emu3_tokens.read(file)
 
 

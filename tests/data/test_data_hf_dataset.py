@@ -167,10 +167,10 @@ def test_pictures_may_be_paths_or_bytes(folder, tmp_path):
 def test_lines_are_read_without_datasets(folder):
     (folder / "edits.jsonl").write_text('{"edit": "make it dusk", "before": "china.jpg"}')
     code = (
-        "import sys; from rl.data import sources as h;"
+        "import sys; from rl.api.data import RowRules; from rl.data import sources as h;"
         f"path, columns = {str(folder / 'edits.jsonl')!r}, {COLUMNS};"
         "c = h.HfDatasetConfig(type='hf_dataset', path=path, columns=columns);"
-        "assert len(h.HfDataset(c, h.RowRules('error', 999))) == 1;"
+        "assert len(h.HfDataset(c, RowRules('error', 999))) == 1;"
         "assert not {'datasets', 'torch', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -37,7 +37,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "PostScript": (b'{"image":"a.eps","instruction":"x"}', "is none of PNG, JPEG"),
     "no picture": (b'{"image":"text.png","instruction":"x"}', "is none of PNG, JPEG"),
     "empty file": (b'{"image":"empty.png","instruction":"x"}', "is none of PNG, JPEG"),
-    "key twice": (b'{"image":"ok.png","image":"no.png","instruction":"x"}', "'image' twice"),
+    "key twice": (
+        b'{"image":"ok.png","image":"no.png","instruction":"x"}',
+        "no.png does not exist",
+    ),
     "bytes": (b'{"image":"ok.png","instruction":"\xff"}', "is not UTF-8"),
     "NULs": (b"\0\0\0", "is not JSON"),
     "UTF-16": ('{"image":"ok.png","instruction":"x"}'.encode("utf-16"), "is not UTF-8"),

@@ -33,8 +33,8 @@ def prompts_of(policy: Any) -> list[Any]:
     """A prompt with three pictures, one with one of them, one without a picture."""
     pictures = [tiny_qwen.picture(i, 64 + 32 * i, 64) for i in range(3)]
     sources_P = [pictures, pictures[1:2], []]
-    template = policy.prompts._template
-    policy.prompts._needs_picture = False
+    template = policy.prompts.template
+    policy.prompts.template = replace(template, min_pictures=0)
     assert template.max_pictures == 3
     return [
         policy.build_prompt(replace(tiny_qwen.sample(i), sources=tuple(sources)))

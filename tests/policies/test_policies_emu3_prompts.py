@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,12 +151,15 @@ ROW = visual(1) + visual(2) + visual(3)
         ("", "empty"),
         (EOS, "empty"),
         ("only words" + EOS, "no image token"),
-        (IMAGE + ROW + EOL + visual(1) + visual(2) + EOL + EOF + END + EOS, "ragged"),
-        (IMAGE + ROW + EOL + EOF + END + EOS, "rows: 1 of them, the source has 2"),
-        (IMAGE + (ROW + EOL) * 3 + EOF + END + EOS, "rows: 3"),
-        (IMAGE + (ROW + visual(1) + EOL) * 2 + EOF + END + EOS, "columns: 4"),
-        (IMAGE + EOF + END + EOS, "rows: 0"),
-        (IMAGE + ROW + "blue" + EOL + ROW + EOL + EOF + END, "strangers: "),
+        (
+            IMAGE + ROW + EOL + visual(1) + visual(2) + EOL + EOF + END + EOS,
+            "grid: 8 tokens in 3 rows",
+        ),
+        (IMAGE + ROW + EOL + EOF + END + EOS, "grid: 4 tokens in 1 rows"),
+        (IMAGE + (ROW + EOL) * 3 + EOF + END + EOS, "grid: 12"),
+        (IMAGE + (ROW + visual(1) + EOL) * 2 + EOF + END + EOS, "grid: 10"),
+        (IMAGE + EOF + END + EOS, "grid: 0"),
+        (IMAGE + ROW + "blue" + EOL + ROW + EOL + EOF + END, "grid: "),
         (IMAGE, "cut off: the completion ends in row 1 of 2"),
         (IMAGE + ROW + EOL + visual(1), "cut off: the completion ends in row 2 of 2"),
     ],
@@ -217,7 +221,8 @@ def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
 
 
 def problems(tmp_path: Path, **section) -> list[str]:
-    return emu3.Emu3.problems(config_of(str(tmp_path), **section), None)
+    run = SimpleNamespace(run_dir=tmp_path / "run")
+    return emu3.Emu3.problems(config_of(str(tmp_path), **section), run)
 
 
 def test_contradictory_config_keys_are_problems(tmp_path: Path):
@@ -227,7 +232,7 @@ def test_contradictory_config_keys_are_problems(tmp_path: Path):
     assert problems(tmp_path, **both, text_only_steps=0) == []
     assert "text_only_steps: 11" in problems(tmp_path, text_only_steps=11)[0]
     assert "image token" in problems(tmp_path, assistant_prefill=START + IMAGE)[0]
-    assert "lora: null" in problems(tmp_path, adapter_path=str(tmp_path))[1]
+    assert "lora: null" in problems(tmp_path, adapter_path=str(tmp_path))[0]
 
 
 SCHEDULES = {

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def make_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[Any, Any]]:
     """Rows of groups whose prompts have `numbers` pictures of different sizes."""
-    policy.prompts._needs_picture = False
+    policy.prompts.template = replace(policy.prompts.template, min_pictures=0)
     pictures = [
         tiny_qwen.picture(i, *size) for i, size in enumerate([(64, 64), (128, 64), (64, 96)])
     ]

@@ -17,9 +17,9 @@ def tokenizer():
     return tiny_qwen.make_tokenizer()
 
 
-def prompts_of(tokenizer, template=tiny_qwen.TEMPLATE, needs_picture=True, max_prompt_tokens=200):
+def prompts_of(tokenizer, template=tiny_qwen.TEMPLATE, max_prompt_tokens=200):
     processor = tiny_qwen.make_image_processor()
-    return QwenPrompts(tokenizer, processor, template, needs_picture, max_prompt_tokens)
+    return QwenPrompts(tokenizer, processor, template, max_prompt_tokens)
 
 
 def test_the_real_system_prompt_of_64_tokens_is_dropped_up_to_the_picture(tokenizer):
@@ -149,7 +149,7 @@ def test_every_picture_is_written_as_the_template_says_and_processed_alone(token
 
 @pytest.mark.parametrize("num_pictures", [0, 1, 3])
 def test_picture_places_are_counted_after_the_dropped_prefix(tokenizer, num_pictures):
-    prompts = prompts_of(tokenizer, NUMBERED, needs_picture=False)
+    prompts = prompts_of(tokenizer, replace(NUMBERED, min_pictures=0))
     prompt = prompts.prompt(several(num_pictures), "swap them")
     kept = tokenizer.convert_ids_to_tokens(prompt.token_ids)[prompt.num_dropped_tokens :]
     slots = [index for index, token in enumerate(kept) if token == "<|image_pad|>"]
@@ -171,13 +171,13 @@ def test_more_pictures_than_the_prompt_shows_are_refused(tokenizer):
     with pytest.raises(UnusableSampleError, match=r"'many' has 4 source pictures, .* shows 3 at"):
         prompts_of(tokenizer, NUMBERED).prompt(several(4, "many"), "x")
     without_pictures = replace(NUMBERED, text=NUMBERED.text.replace("{image}", ""))
-    prompt = prompts_of(tokenizer, without_pictures, needs_picture=False).prompt(several(4), "x")
+    prompt = prompts_of(tokenizer, without_pictures).prompt(several(4), "x")
     assert prompt.images == (), "a prompt without pictures shows none of the sources"
 
 
 def test_the_chat_template_shows_several_pictures_one_after_the_other(tokenizer):
     template = prompting.chat_template("")
-    prompts = prompts_of(tokenizer, template, needs_picture=False, max_prompt_tokens=400)
+    prompts = prompts_of(tokenizer, template, max_prompt_tokens=400)
     many = Sample("m", "x", sources=tuple(tiny_qwen.picture(i) for i in range(16)))
     ids = tokenizer.convert_ids_to_tokens(prompts.prompt(many, "x").token_ids)
     assert ids.count("<|vision_start|>") == 16 and ids.count("<|image_pad|>") == 16 * 4
@@ -187,7 +187,7 @@ def test_the_chat_template_shows_several_pictures_one_after_the_other(tokenizer)
 
 def test_without_a_picture_the_chat_template_has_none(tokenizer):
     template = prompting.chat_template("Be brief.")
-    prompt = prompts_of(tokenizer, template, needs_picture=False).prompt(Sample("t", "x"), "hello")
+    prompt = prompts_of(tokenizer, template).prompt(Sample("t", "x"), "hello")
     assert tokenizer.decode(prompt.token_ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
         "<|im_start|>assistant\n"

@@ -56,7 +56,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
     thought_section = ThoughtSection(**section)
-    prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, True, 200)
+    prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, 200)
     return thought.Thinking(prompts, thought_section, False).split(ids, thought_section)
 
 

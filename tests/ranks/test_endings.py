@@ -14,11 +14,11 @@ import torch
 from rl import simple_launch
 from rl.ranks import supervision
 from rl.ranks.signals import is_machine_error
-from rl.ranks.supervision import Ending, Failure
+from rl.ranks.supervision import Ending
 
-KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))
+KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 was killed by SIGKILL",))
 HUNG = Ending(124, "rank 1 hung", True)
-REFUSED = Ending(1, "rank 0 failed with an error", False)
+REFUSED = Ending(1, "rank 0 failed: exit code 1", False)
 DONE = Ending(0, "it is done", False)
 STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), stop_requested=True)
 
@@ -54,31 +54,38 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
 @pytest.mark.parametrize(
     ("failures", "notes", "description", "by_machine", "code"),
     [
-        ({1: (-9, 5)}, {}, "rank 1 was killed by SIGKILL", True, 137),
-        ({1: (-11, 5), 0: (1, 6)}, {0: {"ended_ns": 1}}, "rank 1 was killed by SIGSEGV", True, 139),
+        ({1: (-9, True)}, {}, "rank 1 was killed by SIGKILL", True, 137),
+        (
+            {1: (-11, True), 0: (1, False)},
+            {0: {"ended_ns": 1}},
+            "rank 1 was killed by SIGSEGV",
+            True,
+            139,
+        ),
         # Rank 1 failed first; rank 0 received its error, rank 2 was terminated, rank 3 killed.
         (
-            {0: (1, 5), 1: (1, 5), 2: (-15, 6), 3: (-9, 35)},
+            {0: (1, True), 1: (1, False), 2: (-15, False), 3: (-9, False)},
             {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},
-            "rank 1 failed with an error",
+            "rank 1 failed: exit code 1",
             False,
             1,
         ),
-        ({0: (1, 5)}, {0: {"ended_ns": 1, "by_machine": True}}, "rank 0 failed", True, 1),
-        ({0: (-15, 5)}, {}, "rank 0 was killed by SIGTERM", False, 143),
-        ({0: (-2, 5)}, {}, "rank 0 was killed by SIGINT", False, 130),
+        ({0: (1, True)}, {0: {"ended_ns": 1, "by_machine": True}}, "rank 0 failed", True, 1),
+        ({0: (-15, True)}, {}, "rank 0 was killed by SIGTERM", False, 143),
+        ({0: (-2, True)}, {}, "rank 0 was killed by SIGINT", False, 130),
     ],
 )
 def test_the_rank_that_failed_first_is_named(
     tmp_path: Path,
-    failures: dict[int, tuple[int, float]],
+    failures: dict[int, tuple[int, bool]],
     notes: dict[int, dict[str, object]],
     description: str,
     by_machine: bool,
     code: int,
 ) -> None:
-    failed = {rank: Failure(*failure) for rank, failure in failures.items()}
-    ending = supervision.of_failure(failed, write_notes(tmp_path, notes), Path("logs"))
+    codes = {rank: code for rank, (code, _) in failures.items()}
+    first = [rank for rank, (_, is_first) in failures.items() if is_first]
+    ending = supervision.of_failure(first, codes, write_notes(tmp_path, notes), Path("logs"))
     assert description in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
     assert ending.lines[0].endswith("; logs: logs")
     assert notes.get(1, {}).get("reason", "") in ending.lines[-1]
@@ -92,8 +99,8 @@ def test_the_rank_that_failed_first_is_named(
         (2, [(KILLED, 1), (HUNG, 2), (DONE, 4)], 0,
          "SIGKILL; started again, 1 of 2: .*SIGKILL; started again, 2 of 2: rank 1 hung"),
         (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung.*--retries"),
-        (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration .*1"),
-        (3, [(KILLED, 0)], 137, "not started again.*no iteration"),
+        (3, [(KILLED, 1), (KILLED, 1)], 137, "not started again.*before this one: 1, now: 1"),
+        (3, [(KILLED, 0)], 137, "not started again.*before this one: 0, now: 0"),
         (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
         (3, [(STOPPED, 2)], 143, "^stopped by SIGTERM; $"),
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),

@@ -1,36 +1,30 @@
-"""While a run loads, the place that it is at is printed; nothing afterwards."""
+"""While a run loads, the launcher prints where its first rank is; nothing afterwards."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
+from pathlib import Path
 
 import pytest
 
+from rl import simple_launch
 from rl.ranks import heartbeat
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(heartbeat, "LOADING_EVERY_S", 0.02)
-    monkeypatch.setattr(heartbeat, "SAME_S", 0.2)
-    yield
-    heartbeat.stop_loading()
-
-
-def test_lines_are_printed_while_loading_until_stop(capsys) -> None:
-    heartbeat.start_loading()
-    heartbeat.start_loading()  # the second call does nothing
-    assert [thread.name for thread in threading.enumerate()].count("loading") == 1
-    time.sleep(1.0)
-    heartbeat.stop_loading()
-    lines = capsys.readouterr().out.splitlines()
-    assert 2 <= len(lines) <= 6, "the same place is printed after a while only"
-    assert all(re.fullmatch(r"\[  \d s\] loading: .+", line) for line in lines)
-    time.sleep(0.15)
-    assert capsys.readouterr().out == ""
-    heartbeat.start_loading()  # it can start again
-    time.sleep(0.15)
-    heartbeat.stop_loading()
-    assert capsys.readouterr().out
+def test_the_place_and_what_is_counted_are_printed_until_the_run_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "beat.json"
+    monkeypatch.setattr(heartbeat, "_heart", heartbeat._Heart())
+    with (tmp_path / "log").open("w") as log:
+        heartbeat.start(file, log, loads=True)
+        for text, pattern in (("", r"\[  4 s\] loading: \S.*"), ("9" * 5000, ".*: 9{200}")):
+            heartbeat.note_loading(text)
+            with heartbeat.phase("judge_wait"):
+                simple_launch._print_loading(4.2, heartbeat.read(file))
+            assert re.fullmatch(pattern + "\n", capsys.readouterr().err)
+        heartbeat.stop_loading()
+        heartbeat.note_loading("too late")
+        simple_launch._print_loading(8.4, heartbeat.read(file))
+        simple_launch._print_loading(8.4, heartbeat.read(tmp_path / "none"))
+    assert not capsys.readouterr().err

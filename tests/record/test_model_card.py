@@ -6,6 +6,7 @@ import ast
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,20 @@ from tiny_messages import holds
 from tiny_run import run_config
 
 from rl import build
-from rl.record.publish import Comparison, Evidence, Shown, licence_of, model_card
+from rl.record.publish import Evidence, Shown, licence_of, model_card
+
+
+def change(name: str, num: int, before: float, interval: tuple[float, float] | None) -> Any:
+    return SimpleNamespace(
+        name=name, rewards=[(before, 0.9)] * num, before=before, after=0.9, interval=interval
+    )
+
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
 EVIDENCE = Evidence(
     iterations=(0, 50),
-    learnt=[Comparison("held-out reward", 64, 0.3, 0.9, (0.5, 0.7))],
-    arms=[Comparison("stock", 1, 0.1, 0.9, None)],
+    learnt=[change("held-out reward", 64, 0.3, (0.5, 0.7))],
+    arms=[change("stock", 1, 0.1, None)],
     num_left_out=3,
     ungraded_share=0.015,
     drift_alarms=(20, 30),
@@ -149,8 +157,8 @@ def everything_hostile() -> tuple[str, str]:
     files = tuple(f"pictures/01_{side}.png" for side in ("source", "before", "after"))
     evidence = Evidence(
         iterations=(0, 50),
-        learnt=[Comparison(HOSTILE, 64, 0.3, 0.9, None)],
-        arms=[Comparison(HOSTILE, 64, 0.3, 0.9, None)],
+        learnt=[change(HOSTILE, 64, 0.3, None)],
+        arms=[change(HOSTILE, 64, 0.3, None)],
         num_left_out=0,
         ungraded_share=None,
         drift_alarms=None,

@@ -101,8 +101,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damag
     # The iteration is repeated and its checkpoint replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
-    aside = f"damaged-{newest.name}"
-    assert names_in(tmp_path) == [aside, "step_000010", "step_000020"]
+    aside, *others = names_in(tmp_path)
+    assert aside.startswith(f"damaged-{newest.name}") and others == ["step_000010", "step_000020"]
 
 
 def _states(**values: Any) -> Callable[[Path], object]:
@@ -253,7 +253,8 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
     mine = folder / "step_000001/model/notes.txt"
     _delete_manifest(mine.parents[1])
     save(checkpoints, 1)
-    assert (folder / "damaged-step_000001/model/notes.txt").read_text() == "mine"
+    [damaged] = folder.glob("damaged-step_000001-*")
+    assert (damaged / "model/notes.txt").read_text() == "mine"
     assert (tmp_path / "weights" / "w").read_text() == "mine"
 
 

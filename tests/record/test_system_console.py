@@ -59,8 +59,7 @@ def test_phases_are_printed_summed_and_reset_with_each_lap(clock):
     assert timer.total == {"render": 5.0, "learn": 4.0} and timer.wall_s == 10.0
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines == [
-        ["render", "2.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
-        ["render", "3.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
+        ["render", "5.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
         ["learn", "4.0", "s"],
     ]
 
@@ -76,7 +75,8 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
                 clock[0] += 0.5
             clock[0] += 2.0
         render.note("2 pictures")
-        assert stream.getvalue() == ""
+    assert stream.getvalue() == ""
+    timer.lap()
     assert timer.total == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
     assert [line.split() for line in stream.getvalue().splitlines()] == [
         ["render", "5.0", "s", "2", "pictures"],
@@ -121,7 +121,7 @@ def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypa
         Event.free_s = clock[0] + 4.0
     with timer.phase("record"):
         clock[0] += 1.0
-    assert Event.num_waits == 0 and "learn" not in stream.getvalue()
+    assert Event.num_waits == 0 and not stream.getvalue()
     assert timer.lap() == {
         "time/condition_s": 3.0,
         "time/render_s": 5.0,
@@ -192,6 +192,7 @@ def test_the_closing_table_accounts_for_every_second(clock):
         with timer.phase(name):
             clock[0] += seconds
     clock[0] += 0.5
+    timer.lap()
     Console(True, stream).print_phase_times(timer.total, timer.wall_s)
     rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rl import printing
+from rl import printing, progress
 from rl.console import Console, warn
 from rl.files import private
-from rl.progress import PhaseTimer
+from rl.progress import PhaseTimer, counted, shown_on
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
@@ -53,6 +53,7 @@ def test_everything_that_python_prints_is_guarded(capsys, monkeypatch) -> None:
     timer = PhaseTimer(Console(enabled=True))
     with timer.phase("judge") as phase:
         phase.note(EVIL)
+    timer.lap()
     assert_harmless(capsys.readouterr().out)
     sys.stderr.writelines(["a\tb\n", "größer, 好\n", "\r 50 %|###"])
     assert capsys.readouterr().err == "a\tb\ngrößer, 好\n\r 50 %|###"
@@ -67,12 +68,18 @@ def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "xterm")
     printing.guard()
     guarded = sys.stdout, sys.stderr
-    timer = PhaseTimer(Console(enabled=True))
-    with timer.phase("judge") as phase:
+    console = Console(enabled=True)
+    timer = PhaseTimer(console)
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    with shown_on(console), timer.phase("judge") as phase:
         assert sys.stdout is not guarded[0], "rich has redirected it"
         phase.note(EVIL)
         print(EVIL)
         warn(EVIL)
+        with counted(EVIL, 2) as counter:
+            counter.step()
+            warn("below it")
+    timer.lap()
     assert (sys.stdout, sys.stderr) == guarded
     text = stream.getvalue()
     assert "WARNING" in text and "<SOME_API_KEY>" in text and "\x1b[?25l" in text, "a live line"
@@ -81,7 +88,7 @@ def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_traceback_of_an_unexpected_error_is_guarded_too() -> None:
-    code = f"from rl import printing; printing.guard(); raise ValueError({EVIL!r})"
+    code = f"from rl import printing, progress; printing.guard(); raise ValueError({EVIL!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 1
     assert_harmless(result.stderr)
@@ -106,7 +113,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run() -> None:
     """Rank 0 prints, and its console writes to the unguarded stream."""
     script = """
 import sys
-from rl import printing
+from rl import printing, progress
 from rl.console import Console, warn
 printing.guard(keeps_going=True)
 Console(True).say("a line")
@@ -125,7 +132,7 @@ def test_closed_standard_streams_are_not_replaced_by_later_files(tmp_path: Path)
     """`>&-` or a daemon may close them; C libraries still print to descriptors 1 and 2."""
     script = """
 import os, sys
-from rl import printing
+from rl import printing, progress
 printing.guard(keeps_going=True)
 files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(3)]
 print("Python's", file=sys.stderr, flush=True)

@@ -47,9 +47,9 @@ def main(cases: list[str]) -> None:
 
 def planted(fault: str) -> mock._patch[object]:
     """A fault in the render loop of Qwen-Image-Edit; '': none."""
-    from rl.renderers import qwen_image_denoiser, qwen_image_loop
+    from rl.renderers import qwen_image_denoiser
 
-    predict = qwen_image_loop.QwenImageLoop._predict
+    predict = qwen_image_denoiser.Denoiser.velocity
 
     def waits(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
         float(latents.abs().max())
@@ -62,7 +62,7 @@ def planted(fault: str) -> mock._patch[object]:
     if fault == "on the CPU":
         return patch(qwen_image_denoiser.StepModulation, "to", lambda self, device: self)
     changed = {"waits in each step": waits, "float32": float32}.get(fault, predict)
-    return patch(qwen_image_loop.QwenImageLoop, "_predict", changed)
+    return patch(qwen_image_denoiser.Denoiser, "velocity", changed)
 
 
 if __name__ == "__main__":

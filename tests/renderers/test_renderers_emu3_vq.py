@@ -213,8 +213,8 @@ def test_a_sample_with_codes_of_another_tokenizer_is_named(renderer: Emu3VqLoop)
 def test_the_plugin_counts_its_parameters_and_activations(folder: Path, vq: Emu3VQVAE) -> None:
     config = emu3_vq.Config(type="emu3_vq", model_path=str(folder), batch_size=2, dtype="bfloat16")
     plugin = emu3_vq.Emu3Vq(config, Resources(None, "cpu"))
-    assert plugin.parameter_counts(config) == {"vq": sum(p.numel() for p in vq.parameters())}
-    assert plugin.activation_counts(config) == {"vq": 12 * 32 * 2 * 256 * 256}
+    assert plugin.cost(config).weights == {"vq": sum(p.numel() for p in vq.parameters())}
+    assert plugin.cost(config).activations == {"vq": 12 * 32 * 2 * 256 * 256}
     (_, picture), *_ = plugin.render([job(make_codes(1))])
     assert picture.size == (32, 32)
 
@@ -225,9 +225,9 @@ def test_parameters_of_published_checkpoints_are_known_by_name() -> None:
     with torch.device("meta"):
         full = Emu3VQVAE(Emu3VQVAE.config_class())
     count = sum(p.numel() for p in full.parameters())
-    assert emu3_vq.Emu3Vq.parameter_counts(config)["vq"] == pytest.approx(count, rel=1e-4)
+    assert emu3_vq.Emu3Vq.cost(config).weights["vq"] == pytest.approx(count, rel=1e-4)
     other = emu3_vq.Config(type="emu3_vq", model_path="someone/else")
-    assert emu3_vq.Emu3Vq.parameter_counts(other) == {}
+    assert emu3_vq.Emu3Vq.cost(other).weights == {}
 
 
 # --- the formats of checkpoints with a tokenizer, each loaded without remote code --------------
@@ -289,9 +289,7 @@ def test_the_tokenizer_is_read_from_a_whole_emu3_model(vq: Emu3VQVAE, tmp_path: 
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     language_only = [shard for shard in shards if not holds_vq(shard)]
     assert language_only and len(language_only) < len(shards)
-    count = emu3_vq.Emu3Vq.parameter_counts(
-        emu3_vq.Config(type="emu3_vq", model_path=str(tmp_path))
-    )
+    count = emu3_vq.Emu3Vq.cost(emu3_vq.Config(type="emu3_vq", model_path=str(tmp_path))).weights
     assert count == {"vq": sum(p.numel() for p in vq.parameters())}
     for shard in language_only:
         shard.unlink()

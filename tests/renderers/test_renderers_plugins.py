@@ -197,33 +197,33 @@ def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> Non
         "sd3": {
             "transformer": num_parameters(sd3.transformer)
             + sd3.transformer.pos_embed.pos_embed.numel(),
-            "text_encoder": sd3.text.encoders[0],
-            "text_encoder_2": sd3.text.encoders[1],
-            "text_encoder_3": sd3.text.encoder_3,
+            "text_encoder": sd3.text_encoder,
+            "text_encoder_2": sd3.text_encoder_2,
+            "text_encoder_3": sd3.text_encoder_3,
             "vae": sd3.vae,
         },
     }
     for name, parts in expected.items():
-        counts = PLUGINS[name].parameter_counts(config_of(name, folders[name]))
+        counts = PLUGINS[name].cost(config_of(name, folders[name])).weights
         assert counts == {
             part: one if isinstance(one, int) else num_parameters(one)
             for part, one in parts.items()
         }
-        assert PLUGINS[name].parameter_counts(config_of(name)) == {}
-    assert QwenImageEdit.host_parameters(config_of(EDIT, folders[EDIT])) == modulation
-    assert QwenImageEdit.host_parameters(config_of(EDIT)) == 0
+        assert PLUGINS[name].cost(config_of(name)).weights == {}
+    assert QwenImageEdit.cost(config_of(EDIT, folders[EDIT])).host_weights == modulation
+    assert QwenImageEdit.cost(config_of(EDIT)).host_weights == 0
 
 
 def test_with_a_fused_adapter_ranks_do_not_share_host_parameters() -> None:
     for lora_path, shares in ((None, True), ("lightx2v/Qwen-Image-Lightning", False)):
         config = config_of(EDIT, lora_path=lora_path)
-        assert QwenImageEdit.shares_host_parameters(config) == shares
+        assert QwenImageEdit.cost(config).host_shared == shares
 
 
 def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
     large_path = {"model_path": "stabilityai/stable-diffusion-3.5-large"}
     base, unguided, two, large = (
-        SD3.activation_counts(SD3.Config(type="sd3", **changes))
+        SD3.cost(SD3.Config(type="sd3", **changes)).activations
         for changes in ({}, {"guidance_scale": 1.0}, {"batch_size": 16}, large_path)
     )
     assert unguided["transformer"] == base["transformer"] / 2
@@ -244,7 +244,11 @@ def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
     assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE_TOL
     modules = [loaded.parts.transformer, loaded.parts.vae]
     if name == "sd3":
-        modules += [*loaded.parts.text.encoders, loaded.parts.text.encoder_3]
+        modules += [
+            loaded.parts.text_encoder,
+            loaded.parts.text_encoder_2,
+            loaded.parts.text_encoder_3,
+        ]
     for module in modules:
         assert not module.training and not any(p.requires_grad for p in module.parameters())
 
@@ -260,7 +264,7 @@ def test_without_use_t5_no_file_of_the_third_encoder_is_needed(
     assert holds(problem, "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors")
     config = config_of("sd3", folder, use_t5=False, dtype="bfloat16")
     assert list(model_problems(SD3.models(config))) == []
-    assert "text_encoder_3" not in SD3.parameter_counts(config)
+    assert "text_encoder_3" not in SD3.cost(config).weights
     ((_, picture),) = load(config).render([job_of("sd3")])
     assert picture.size == (64, 64)
 
@@ -288,7 +292,11 @@ def test_a_device_in_the_config_overrides_the_default(folders: dict[str, Path], 
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
         parts = load(config_of(name, folders[name], device=device)).parts
         modules = [parts.transformer]
-        modules += [parts.vae.mean] if name == EDIT else [parts.vae, *parts.text.encoders]
+        modules += (
+            [parts.vae.mean]
+            if name == EDIT
+            else [parts.vae, parts.text_encoder, parts.text_encoder_2]
+        )
         assert {module.device.type for module in modules} == {expected}
 
 

@@ -89,7 +89,7 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
 
     def bytes_of(**changes: object) -> float:
         config = Config(type="x", batch_size=1, **changes)
-        return 2 * QwenImage21.activation_counts(config)["transformer"]
+        return 2 * QwenImage21.cost(config).activations["transformer"]
 
     keys, forward = 4096 * 32 * 2 * 4096 * 2, 18 * 4096 * 4096 * 2
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward

@@ -25,7 +25,6 @@ from rl.renderers.qwen_image_denoiser import (
     Fp8Linear,
     ModulationTables,
     build_table,
-    move_without_modulation,
     round_blocks,
 )
 from rl.renderers.qwen_image_edit import QwenImageEdit
@@ -127,7 +126,7 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
     assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}
     on_device = sum(p.numel() for p in transformer.parameters() if p.device.type == "meta")
-    assert on_device == QwenImageEdit.parameter_counts(config)["transformer"]
+    assert on_device == QwenImageEdit.cost(config).weights["transformer"]
 
 
 @torch.no_grad()
@@ -209,7 +208,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
     monkeypatch.setattr(qwen_image_denoiser, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
     config = QwenImageEdit.Config(type="x", fp8="storage")
-    prepare_transformer(transformer, config, "meta", move_without_modulation)
+    prepare_transformer(transformer, config, "meta")
     assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
 
@@ -224,7 +223,7 @@ def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> N
     rounded = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.03
     half, whole = (
-        QwenImageEdit.parameter_counts(QwenImageEdit.Config(type="x", fp8=mode))
+        QwenImageEdit.cost(QwenImageEdit.Config(type="x", fp8=mode)).weights
         for mode in ("storage", "off")
     )
     assert half == whole | {"transformer": whole["transformer"] / 2}

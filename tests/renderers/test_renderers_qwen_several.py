@@ -33,7 +33,7 @@ def job_of(pictures: Sequence[Image.Image], **more: Any) -> RenderJob:
 def plus(stock: StockParts, **changes: Any) -> QwenImageLoop:
     values = TINY | {"type": "qwen_image_edit_plus", "max_pictures": 3} | changes
     config = QwenImageEditPlus.Config.model_validate(values)
-    return QwenImageLoop(config, stock.ours(), config.max_pictures)
+    return QwenImageLoop(config, stock.ours())
 
 
 @pytest.fixture

@@ -7,28 +7,28 @@ from collections.abc import Iterator
 import pytest
 import tiny_sd3
 import torch
+from diffusers import StableDiffusion3Pipeline
 from tiny_messages import holds
 from tiny_rounding import PICTURE_TOL, apart
 from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer, render_floats
 
 from rl.renderers import sd3_loop as sd3_text
 from rl.renderers.diffusion_loop import seeded_noise
-from rl.renderers.sd3_loop import SD3Parts
 
 LONG_PROMPT = "a very long walk along the sea " * 4
 """124 letters; the tiny tokenizers have one token per letter."""
 
 
 @pytest.fixture(scope="module")
-def parts() -> SD3Parts:
+def parts() -> StableDiffusion3Pipeline:
     return tiny_sd3.make_parts()
 
 
 @pytest.fixture
-def counted_encodes(parts: SD3Parts) -> Iterator[list[int]]:
+def counted_encodes(parts: StableDiffusion3Pipeline) -> Iterator[list[int]]:
     """The batch size of every call of the first text encoder."""
     rows: list[int] = []
-    handle = parts.text.encoders[0].register_forward_pre_hook(
+    handle = parts.text_encoder.register_forward_pre_hook(
         lambda _module, inputs: rows.append(len(inputs[0]))
     )
     yield rows
@@ -36,7 +36,7 @@ def counted_encodes(parts: SD3Parts) -> Iterator[list[int]]:
 
 
 def render_stock(
-    parts: SD3Parts, prompts: tuple[str, ...], seeds: list[int], **arguments: object
+    parts: StableDiffusion3Pipeline, prompts: tuple[str, ...], seeds: list[int], **arguments: object
 ) -> torch.Tensor:
     """Pictures of the stock pipeline, which draws the noise itself: [B, 3, H, W] in 0..1."""
     settings: dict[str, object] = {
@@ -64,7 +64,7 @@ def render_stock(
     ],
 )
 def test_one_picture_equals_the_stock_pipeline(
-    parts: SD3Parts, stock: dict[str, object], ours: dict[str, object]
+    parts: StableDiffusion3Pipeline, stock: dict[str, object], ours: dict[str, object]
 ) -> None:
     expected = render_stock(parts, PROMPTS[:1], [0], **stock)
     drawn = render_floats(make_renderer(parts, **ours), make_jobs()[:1])
@@ -75,7 +75,13 @@ def test_one_picture_equals_the_stock_pipeline(
 def test_half_precision_equals_the_stock_pipeline_up_to_rounding(dtype: torch.dtype) -> None:
     """With equal weights, noise and words, the mean difference is 1 eps."""
     parts = tiny_sd3.make_parts()
-    modules = (parts.transformer, parts.vae, parts.text.encoder_3, *parts.text.encoders)
+    modules = (
+        parts.transformer,
+        parts.vae,
+        parts.text_encoder,
+        parts.text_encoder_2,
+        parts.text_encoder_3,
+    )
     for module in modules:
         module.to(dtype)
     ours = render_floats(make_renderer(parts), make_jobs()[:1])
@@ -96,15 +102,18 @@ def test_the_shift_by_picture_size_equals_the_stock_pipeline() -> None:
     assert apart(render_floats(ours, make_jobs()[:1]), expected) <= PICTURE_TOL
 
 
-def test_without_the_third_encoder_it_equals_the_stock_pipeline(parts: SD3Parts) -> None:
-    text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
-    bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
+def test_without_the_third_encoder_it_equals_the_stock_pipeline(
+    parts: StableDiffusion3Pipeline,
+) -> None:
+    bare = tiny_sd3.stock_pipeline(parts, text_encoder_3=None, tokenizer_3=None)
     expected = render_stock(bare, PROMPTS[:1], [0])
     assert apart(render_floats(make_renderer(bare), make_jobs()[:1]), expected) <= PICTURE_TOL
     assert (expected - render_stock(parts, PROMPTS[:1], [0])).abs().max() > 0.05
 
 
-def test_each_prompt_is_encoded_once_and_alone(parts: SD3Parts, counted_encodes: list[int]) -> None:
+def test_each_prompt_is_encoded_once_and_alone(
+    parts: StableDiffusion3Pipeline, counted_encodes: list[int]
+) -> None:
     renderer = make_renderer(parts, batch_size=4)
     jobs = [make_job(PROMPTS[index % 2], index) for index in range(6)]
     assert len(dict(renderer.render(jobs))) == 6
@@ -114,14 +123,14 @@ def test_each_prompt_is_encoded_once_and_alone(parts: SD3Parts, counted_encodes:
 
 
 def test_the_negative_prompt_is_not_encoded_without_guidance(
-    parts: SD3Parts, counted_encodes: list[int]
+    parts: StableDiffusion3Pipeline, counted_encodes: list[int]
 ) -> None:
     render_floats(make_renderer(parts, guidance_scale=1.0), make_jobs()[:1])
     assert counted_encodes == [1]
 
 
 def test_the_encoded_negative_prompt_is_always_kept(
-    parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
+    parts: StableDiffusion3Pipeline, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
     renderer = make_renderer(parts, num_steps=1, batch_size=2)
@@ -135,7 +144,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "renderer sd3" in message]
 
 
-def test_tokens_cut_off_by_clip_are_logged_once_and_counted(parts: SD3Parts, caplog) -> None:
+def test_tokens_cut_off_by_clip_are_logged_once_and_counted(
+    parts: StableDiffusion3Pipeline, caplog
+) -> None:
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=64)
     assert renderer.take_metrics() == {}
     jobs = [make_job(prompt, 0) for prompt in ("a cat", LONG_PROMPT, LONG_PROMPT, "a dog")]
@@ -153,7 +164,9 @@ def test_tokens_cut_off_by_clip_are_logged_once_and_counted(parts: SD3Parts, cap
 
 
 @pytest.mark.parametrize(("letters", "num_cut"), [(75, 0), (76, 1)])
-def test_a_prompt_of_77_tokens_fits(parts: SD3Parts, letters: int, num_cut: int, caplog) -> None:
+def test_a_prompt_of_77_tokens_fits(
+    parts: StableDiffusion3Pipeline, letters: int, num_cut: int, caplog
+) -> None:
     """The 77 tokens include CLIP's start and end token."""
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=80)
     list(renderer.render([make_job("b" * letters, 0)]))
@@ -161,15 +174,18 @@ def test_a_prompt_of_77_tokens_fits(parts: SD3Parts, letters: int, num_cut: int,
     assert renderer.take_metrics()["clip_cut_tokens"] == num_cut
 
 
-def test_without_the_third_encoder_no_encoder_reads_the_rest(parts: SD3Parts, caplog) -> None:
-    text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
-    bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
+def test_without_the_third_encoder_no_encoder_reads_the_rest(
+    parts: StableDiffusion3Pipeline, caplog
+) -> None:
+    bare = tiny_sd3.stock_pipeline(parts, text_encoder_3=None, tokenizer_3=None)
     renderer = make_renderer(bare, num_steps=1)
     list(renderer.render([make_job(LONG_PROMPT, 0)]))
     assert holds(warnings_of(caplog)[0], "which no encoder reads")
     assert renderer.take_metrics()["t5_cut_share"] == 0
 
 
-def test_a_picture_larger_than_the_checkpoint_supports_is_refused(parts: SD3Parts) -> None:
+def test_a_picture_larger_than_the_checkpoint_supports_is_refused(
+    parts: StableDiffusion3Pipeline,
+) -> None:
     with pytest.raises(ValueError, match=r"renderer.width_px: .* 256 px .*272"):
         make_renderer(parts, width_px=272)

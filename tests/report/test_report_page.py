@@ -90,7 +90,7 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
     assert "all 4 0.425 0.500 +0.075" in text
     assert "noun 2 0.300 0.750 +0.450" in text
-    assert holds(text, "Left out: 1 ... Drift: after 4 iterations")
+    assert holds(text, "Left out: 1 ... Iteration 4: ... drifted")
     assert "render 7.5 75.0 %" in text
     data = value_of((run_dir / "report/data/metrics.js").read_text("utf-8"))
     assert data["docs"]["policy/entropy"][1] == METRICS["policy/entropy"].meaning
@@ -104,7 +104,7 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
         (lambda d: next(d.glob("episodes/*3.rank0*")).open("a").write("{"), "it_000003 (1)"),
         (lambda d: edit(d, lambda row: row.update({"groups/dead": 0.9}) is None), "are dead"),
         (lambda d: edit(d, lambda row: row.update({"status/ungraded": 0.3}) is None), "30.0%"),
-        (lambda d: edit(d, lambda row: row.update({"drift/alarm": 1.0}) is None), "Drift: after"),
+        (lambda d: edit(d, lambda row: row.update({"drift/alarm": 1.0}) is None), "have drifted"),
     ],
 )
 def test_damage_and_bad_metrics_give_alarms(tmp_path: Path, change: object, message: str) -> None:

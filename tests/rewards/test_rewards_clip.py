@@ -1,4 +1,4 @@
-"""The reward `clip`: cosines of the stock CLIPModel, CLIPScore by hand, pictures in batches."""
+"""The reward `clip`: cosines of the stock CLIPModel, CLIPScore by hand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-import tiny_config
 import torch
 from PIL import Image
 from tiny_rewards import make
-from tiny_rounding import FORWARD_TOL
 from tiny_sd3 import clip_tokenizer
 from transformers import CLIPImageProcessorPil, CLIPModel
 
@@ -48,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward(folder: Path) -> clip.Clip:
-    return make(clip.Clip, clip.Config(model_path=str(folder), batch_size=3))
+    return make(clip.Clip, clip.Config(model_path=str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -97,29 +95,23 @@ def test_cosines_equal_those_of_the_stock_model(
     assert max(cosines) - min(cosines) > 0.1, "the tiny model tells pairs apart"
 
 
-def test_a_cosine_has_the_same_bits_in_a_batch_of_any_size(pictures: list[Image.Image]) -> None:
-    """Without the measures in `ClipModel` the bits of this tiny CLIP depend on the number of rows
-    (one, two or more), and on some CPUs on the index of the row."""
-    model = ClipModel(clip.Config(model_path=str(tiny_config.WEIGHTS / "clip")), "cpu")
-    rng = np.random.default_rng(0)
-    noise = rng.integers(0, 255, (16, 64, 64, 3), dtype=np.uint8)
-    pairs = [("purple triangle bottom left", Image.fromarray(pixels)) for pixels in noise]
-    one_batch = model.compare(pairs)
-    for size in (1, 2, 5):
-        parts = [model.compare(pairs[i : i + size]) for i in range(0, len(pairs), size)]
-        assert [pair for part in parts for pair in part] == one_batch
+def test_a_cosine_has_the_same_bits_whatever_was_compared_before(
+    folder: Path, pictures: list[Image.Image]
+) -> None:
+    pairs = list(zip(PROMPTS, pictures, strict=True))
+    first, second = (ClipModel(clip.Config(model_path=str(folder)), "cpu") for _ in range(2))
+    forth = [first.compare(*pair) for pair in pairs]
+    assert [second.compare(*pair) for pair in reversed(pairs)] == forth[::-1]
 
 
 class Scripted:
-    """A model that returns a fixed cosine and records the batch sizes."""
+    """A model that returns a fixed cosine."""
 
     def __init__(self, cosine: float) -> None:
         self.cosine = cosine
-        self.batches: list[int] = []
 
-    def compare(self, pairs: Sequence[tuple[str, Image.Image]]) -> list[tuple[float, bool]]:
-        self.batches.append(len(pairs))
-        return [(self.cosine, False)] * len(pairs)
+    def compare(self, prompt: str, picture: Image.Image) -> tuple[float, bool]:
+        return self.cosine, False
 
 
 def with_model(config: clip.Config, model: Any) -> clip.Clip:
@@ -153,56 +145,25 @@ def test_a_missing_picture_is_ungraded(reward: clip.Clip) -> None:
     assert grade.value is None and (grade.failure or "").startswith("no_image: ")
 
 
-def test_a_batch_that_does_not_fit_in_memory_is_halved(
-    folder: Path, pictures: list[Image.Image], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = ClipModel(clip.Config(model_path=str(folder), batch_size=4), "cpu")
-    one_batch = model.compare(list(zip(PROMPTS, pictures, strict=True)))
-    compare, sizes = model._compare, []
-
-    def narrow(pairs: Any) -> Any:
-        sizes.append(len(pairs))
-        if len(pairs) > limit:
-            raise torch.OutOfMemoryError
-        return compare(pairs)
-
-    monkeypatch.setattr(model, "_compare", narrow)
-    limit = 1
-    halved = model.compare(list(zip(PROMPTS, pictures, strict=True)))
-    assert sizes == [4, 2, 1, 1, 1, 1], "later batches stay small"
-    assert [c for c, _ in halved] == pytest.approx([c for c, _ in one_batch], abs=FORWARD_TOL)
-    limit = 0
-    monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
-    (grade,) = grade_all(with_model(clip.Config(), model), [(PROMPTS[0], pictures[0])])
-    assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
-
-
 def test_the_stream_is_left_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would create a CUDA context on the thread's own device, cuda:0. Faked: the GPU."""
     gpu = MagicMock()
     for name in ("device", "stream", "Stream", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
     monkeypatch.setattr(CLIPModel, "to", lambda model, _device: model)
-    ClipModel(clip.Config(model_path=str(folder)), "cuda:1").compare([])
+    model = ClipModel(clip.Config(model_path=str(folder)), "cuda:1")
+    model.compare("a cat", Image.new("RGB", (8, 8)))
     assert [call[0][:6] for call in gpu.mock_calls[-4:]] == ["device", "stream", "stream", "device"]
 
 
-def test_waiting_pictures_are_scored_in_batches() -> None:
-    model: Any = Scripted(0.3)
-    reward = with_model(clip.Config(batch_size=4), model)
-    grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))] * 10)
-    assert sum(model.batches) == 10 and max(model.batches) <= 4
-    assert len(model.batches) <= 5, "not one by one"
-
-
-def test_a_batch_that_fails_fails_its_grades_and_no_others() -> None:
+def test_a_picture_that_fails_fails_no_other() -> None:
     class Failing(Scripted):
-        def compare(self, pairs: Sequence[tuple[str, Image.Image]]) -> list[tuple[float, bool]]:
-            if pairs[0][0] == "bad":
+        def compare(self, prompt: str, picture: Image.Image) -> tuple[float, bool]:
+            if prompt == "bad":
                 raise ValueError("bad")
-            return super().compare(pairs)
+            return super().compare(prompt, picture)
 
-    reward, picture = with_model(clip.Config(batch_size=1), Failing(0.3)), Image.new("RGB", (8, 8))
+    reward, picture = with_model(clip.Config(), Failing(0.3)), Image.new("RGB", (8, 8))
     with pytest.raises(ValueError, match="bad"):
         grade_all(reward, [("a cat", picture), ("bad", picture)])
     [grade] = grade_all(reward, [("a cat", picture)])
@@ -211,6 +172,6 @@ def test_a_batch_that_fails_fails_its_grades_and_no_others() -> None:
 
 def test_the_memory_plan_counts_the_parameters_of_clip(folder: Path) -> None:
     size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
-    assert clip.Clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
-    assert clip.Clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}
-    assert clip.Clip.parameter_counts(clip.Config(model_path="someone/else")) == {}
+    assert clip.Clip.cost(clip.Config(model_path=str(folder))).weights == {"model": size}
+    assert clip.Clip.cost(clip.Config()).weights == {"model": pytest.approx(151.3e6, rel=0.01)}
+    assert clip.Clip.cost(clip.Config(model_path="someone/else")).weights == {}

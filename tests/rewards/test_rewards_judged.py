@@ -19,6 +19,7 @@ from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grad
 
 from rl.api.reward import Reward
 from rl.api.types import Region, RewardInput, Sample
+from rl.check.check_report import unread
 from rl.config.loading import validate
 from rl.judge.client import JudgeRefused
 from rl.judge.reply import UnreadableReplyError
@@ -356,5 +357,5 @@ def test_a_misspelt_key_of_a_score_is_named_and_an_unused_one_reported() -> None
     _, problems = validate(Rubric.Config, RUBRIC | {"scores": scores}, "rewards.mine")
     assert holds(problems[0], "rewards.mine.scores.a.hgih: ... 'high'")
     assert holds(problems[1], 'rewards.mine.scores.b.low: "0" given ... Worst value')
-    [line] = Rubric.no_effect(Rubric.Config(**RUBRIC, combine="min"))
+    [line] = unread(Rubric.Config(**RUBRIC, combine="min"), {})
     assert line.startswith("scores.success.weight: ")

@@ -28,7 +28,7 @@ from rl.api.types import (
 )
 from rl.ranks.dist import Dist
 from rl.rewards.judged import VieScore
-from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, scores
+from rl.rollout.episodes import Arm, Picture, Reading, episode_of, scores
 from rl.rollout.stream import Rollout
 from rl.run.episode_metrics import rollout_metrics
 
@@ -95,19 +95,21 @@ def test_only_unreadable_replies_count_as_the_lowest_rating(
 ) -> None:
     reward = make(VieScore, VieScore.Config(), HalfDeaf(*failures))
     graded = RewardInput(SAMPLE, "words", RESULT)
-    [output] = asyncio.run(scores("judge", reward, [graded], unreadable))
+    [output] = asyncio.run(scores(reward, [graded], unreadable))
     assert output.value == value
     if value == 0.0:
         assert output.parts == {"sc_01": 0.0, "pq_01": 0.0} and is_unreadable(output.failure)
 
 
-def episode_with(verdicts: Sequence[Verdict], unreadable: str = "ungraded") -> Episode:
+def episode_with(results: Sequence[Any], unreadable: str = "ungraded") -> Episode:
+    """Of one picture per result: its grades, or the renderer's failure."""
     words = Completion((5,), (-0.5,), "stop")
     base = RewardInput(SAMPLE, "words", None)
-    readings = [
-        Reading(Picture(0, n, drawn_of=base.sample), base, verdict)
-        for n, verdict in enumerate(verdicts)
-    ]
+    readings = []
+    for n, result in enumerate(results):
+        failed = isinstance(result, RenderFailure)
+        picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
+        readings.append(Reading(picture, base, {} if failed else result))
     arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
     return episode_of(run_config(judge={"unreadable": unreadable}), arm, "g", 1)
 
@@ -132,11 +134,7 @@ LOWEST = replace(PROSE, value=0.0)
 def test_an_episode_says_whether_its_replies_were_unreadable(
     verdicts: list[Any], key: str, status: Status, is_counted: bool
 ) -> None:
-    made = [
-        Verdict(None, each) if isinstance(each, RenderFailure) else Verdict(RESULT, None, each)
-        for each in verdicts
-    ]
-    found = episode_with(made, key)
+    found = episode_with(verdicts, key)
     assert found.status is status and found.unreadable == is_counted
     assert (found.failure is None) == (verdicts == [{"judge": FAIR}])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import pvariance
 from typing import Any
@@ -37,9 +37,9 @@ from rl.judge.http import BackgroundLoop
 from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, Verdict, episode_of
+from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, episode_of
 from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
-from rl.run.alarms import Watch
+from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks, TooManyFailuresError
 from rl.run.episode_metrics import rollout_metrics, size_text
 from rl.run.run import PendingStep, Run
@@ -137,7 +137,7 @@ def test_an_episode_is_of_its_own_prompt(what: str) -> None:
     own, other = (Sample("s", instruction) for instruction in ("do it", "do that"))
     drawn, graded = (other, own) if what == "drawn" else (own, other)
     picture = Picture(0, 0, drawn_of=drawn)
-    reading = Reading(picture, RewardInput(graded, "a", None), Verdict(None))
+    reading = Reading(picture, RewardInput(graded, "a", None))
     arm = Arm(Prompt(own, (1,)), word("a"), Action("a", "a"), None, [reading])
     with pytest.raises(
         RuntimeError, match=f"'s' \\(do it\\) was {what} with the sample 's' \\(do that\\)"
@@ -339,7 +339,7 @@ def run_of(context: RolloutContext) -> Run:
     """A run with only the attributes that a rollout uses."""
     run = Run.__new__(Run)
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
-    watch = Watch(run.config, "float32", 0.0)
+    watch = Watch(LEARNING)
     run.checks = Checks(run.config, run.dist, [], Mock(), watch)
     return run
 
@@ -542,33 +542,6 @@ def test_a_plugin_that_changes_its_input_does_not_affect_other_plugins(
     assert sorted(seen) == [(red, pure, {"mask"}) for red in reds]
     assert {picture.getpixel((0, 0)) for picture in white} == {(255, 255, 255)}
     assert [episode.image.getpixel((0, 0)) for episode in episodes] == reds
-
-
-@pytest.mark.parametrize(
-    ("sleep", "blocks"),
-    [
-        (time.sleep, True),
-        (asyncio.sleep, False),
-        (lambda seconds: asyncio.to_thread(time.sleep, seconds), False),
-    ],
-)
-def test_an_async_reward_that_blocks_the_loop_is_named_once(
-    context: RolloutContext, monkeypatch, capsys, sleep: Callable[[float], object], blocks: bool
-) -> None:
-    monkeypatch.setattr("rl.rollout.episodes.BLOCKED_S", 0.02)
-    monkeypatch.setattr("rl.rollout.episodes._warned", set())
-
-    async def works(reward_input: RewardInput) -> float:
-        result = sleep(0.03)
-        if result is not None:
-            await result
-        return 0.5
-
-    episodes = roll(replace(context, rewards={"mine": Graded(works)}), word("a"), word("b"))
-    stderr = capsys.readouterr().err
-    assert stderr.count("reward mine: ") == blocks
-    assert not blocks or holds(stderr, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
-    assert all(episode.judge_s >= 0.03 for episode in episodes)
 
 
 class Longest(Reward):

@@ -17,14 +17,14 @@ from rl.api.reward import NO_VALUE
 from rl.api.types import Prompt, Sample, Status
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
-from rl.run.alarms import Watch
+from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks, TooManyFailuresError, TooManyRenderFailuresError, require_grades
 
 
 def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
     config = run_config(**changes)
     plugin_metrics = MagicMock(take=lambda reported: Metrics())
-    return Checks(config, Dist(), held_out or [], plugin_metrics, Watch(config, "float32", 0.0))
+    return Checks(config, Dist(), held_out or [], plugin_metrics, Watch(LEARNING))
 
 
 def rollout_of(num_drawn: int, num_lost: int = 0) -> Rollout:

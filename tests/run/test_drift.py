@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from tiny_messages import holds
-from tiny_run import episode
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Sample
 from rl.ranks.dist import Dist
-from rl.run.evaluation import Stock, add_falls, check_references, state_distance
+from rl.run.alarms import HELD_OUT, Watch
+from rl.run.evaluation import Stock, add_differences, check_start, state_distance
 
 
 def test_the_stock_arms_key_depends_on_every_field_of_the_sample() -> None:
@@ -47,24 +47,25 @@ def test_states_are_compared_token_by_token() -> None:
     assert state_distance(base.bfloat16(), base.bfloat16())[0] == 0.0
 
 
-def test_a_fall_warns_and_a_healthy_run_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)] * 3
+def test_a_fall_warns_and_a_healthy_run_does_not() -> None:
+    untrained = (0.9, 0.7, 0.8, 0.8)
 
-    def falls_of(*trained: float | None) -> tuple[dict[str, float], str]:
+    def falls_of(*trained: float | None) -> tuple[dict[str, float], list[str]]:
         metrics = Metrics()
-        episodes = [episode(reward=reward) for reward in trained * 3]
-        pictures_P = [[str(i)] for i in range(len(episodes))]
-        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, pictures_P, Dist())
-        return Dist().reduce(metrics), capsys.readouterr().err
+        pictures_P = [[str(i)] for i in range(12)]
+        rewards = {"untrained bare": untrained * 3, "bare": trained * 3}
+        add_differences(metrics, rewards, pictures_P, Dist())
+        line = Dist().reduce(metrics)
+        return line, Watch(HELD_OUT).sentences(line | {"optimizer/steps": 1.0})
 
-    metrics, stderr = falls_of(0.9, 0.7, 0.8, 0.7)
+    metrics, warnings = falls_of(0.9, 0.7, 0.8, 0.7)
     assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
-    assert not stderr
-    metrics, stderr = falls_of(0.4, 0.2, 0.4, None)
+    assert not warnings
+    metrics, warnings = falls_of(0.4, 0.2, 0.4, None)
     # Falls of 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, divided by sqrt(9).
     assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
     assert metrics["drift/alarm"] == 1
-    assert holds(stderr, "20 iterations ... 0.467 +- 0.017 (9 samples")
+    assert holds(warnings, "drift/bare_fall ... learning_rate")
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_a_fall_warns_and_a_healthy_run_does_not(capsys: pytest.CaptureFixture[s
     [
         ((0.9, 1.0, 0.95, 1.0), (0.3, 0.4, 0.3, 0.5), ""),
         ((0.3, 0.2, 0.25, 0.2), (0.3, 0.2, 0.1, 0.4), ""),  # a hard task
-        ((0.05, 0.0, 0.1, 0.0), (0.0, 0.0, 0.1, 0.05), "earn 0.038, the policy 0.038: training"),
-        ((0.3, 0.4, 0.3, 0.5), (0.9, 1.0, 0.95, 1.0), "earn 0.375, the policy 0.963: training"),
+        ((0.05, 0.0, 0.1, 0.0), (0.0, 0.0, 0.1, 0.05), "earn 0.038, policy 0.038: training"),
+        ((0.3, 0.4, 0.3, 0.5), (0.9, 1.0, 0.95, 1.0), "earn 0.375, policy 0.963: training"),
         ((None,) * 4, (0.0,) * 4, ""),
     ],
 )
@@ -83,10 +84,8 @@ def test_references_that_earn_nothing_name_a_broken_link(
     parts: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    right_P, policy_P = (
-        [episode(reward=r) for r in rewards * 4] for rewards in (references, policy)
-    )
-    names_P = [[str(i)] for i in range(16)]
-    check_references(right_P, {"the policy": policy_P, "bare": [None] * 16}, names_P, Dist())
+    rewards = {"reference": references * 4, "policy": policy * 4, "bare": [None] * 16}
+    rewards |= {"untrained bare": [0.5] * 16, "untrained reference": references * 4}
+    check_start(rewards, [[str(i)] for i in range(16)], Dist())
     stderr = capsys.readouterr().err
     assert holds(stderr, parts) if parts else not stderr

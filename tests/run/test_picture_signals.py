@@ -25,7 +25,7 @@ def of(picture: Image.Image, source: Image.Image | None = SCENE) -> dict[str, fl
 
 
 def test_a_picture_equals_itself_and_the_signals_grow_with_what_they_measure() -> None:
-    assert of(SCENE) == {"similarity": 1.0, "copy": 1.0, "sharpness": 0.0, "saturation": 0.0}
+    assert of(SCENE) == {"similarity": 1.0, "copies": 1.0, "sharpness": 0.0, "saturation": 0.0}
     assert of(ImageEnhance.Sharpness(SCENE).enhance(4))["sharpness"] > 1
     assert of(ImageEnhance.Color(SCENE).enhance(2))["saturation"] > 0.1
     assert of(SCENE.filter(ImageFilter.GaussianBlur(2)))["sharpness"] < -1
@@ -36,7 +36,7 @@ def test_a_patch_of_one_thumbnail_pixel_makes_a_copy_an_edit(level: int, copy: f
     source, edited = Image.new("RGB", (64, 64)), Image.new("RGB", (64, 64))
     edited.paste((level, 0, 0), (10, 10, 12, 12))  # 2 x 2 px: one of 32 x 32
     found = of(edited, source)
-    assert found["copy"] == copy, "the limit is 255 / 8 = 31.9"
+    assert found["copies"] == copy, "the limit is 255 / 8 = 31.9"
     assert found["similarity"] == pytest.approx(1 - level / 255 / (32 * 32 * 3))
 
 

@@ -24,7 +24,7 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
-from rl.run.alarms import Watch
+from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks
 from rl.run.metric_table import PluginMetrics
 from rl.run.run import Recording, Run
@@ -122,9 +122,9 @@ def taken(plugin_metrics: PluginMetrics, **renderer_metrics: Any) -> dict[str, f
 def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: Path) -> None:
     config, dist, run_dir = plugins.resolved.config, Dist(), tmp_path / "run"
     record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
-    watch = Watch(config, "float32", 0.0)
+    watch = Watch(LEARNING)
     checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), mock, record, mock, writer, 3)
+    recording = Recording(dist, Console(True), PhaseTimer(), 0, record, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})

@@ -24,7 +24,7 @@ from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
-from rl.run.alarms import Watch
+from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks
 from rl.run.metric_table import doc_of
 from rl.run.run import PendingStep, Recording, Run, rank_times
@@ -84,7 +84,7 @@ def test_each_cause_of_ungraded_episodes_is_logged_once(capsys: pytest.CaptureFi
     run = Run.__new__(Run)
     run.config, run.dist = run_config(), Dist()
     run.timer = run.context = MagicMock()
-    watch = Watch(run.config, "float32", 0.0)
+    watch = Watch(LEARNING)
     run.checks = Checks(run.config, run.dist, [], MagicMock(), watch)
     good = episode()
     lost = replace(

@@ -281,7 +281,8 @@ def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_p
 
     def rewards(iteration: int, *policy_rewards: float | None) -> list[dict[str, float | None]]:
         stock = Stock(context, tmp_path, iteration, Dist())
-        return stock.rewards(prompts_P, {}, [episode(reward=reward) for reward in policy_rewards])
+        episodes = {p: episode(reward=reward) for p, reward in enumerate(policy_rewards)}
+        return stock.rewards(prompts_P, {}, {"policy": episodes})
 
     first = [{"stock": 0.25}, {"stock": None}]
     assert rewards(0, 0.25, None) == first

@@ -41,12 +41,12 @@ def test_evidence_is_of_the_exported_iteration_and_not_of_later_ones(run_dir: Pa
     evidence = evidence_of(run_dir)
     assert evidence.iterations == (0, 8)
     overall, of_a, of_b = evidence.learnt
-    assert (overall.num_samples, of_a.num_samples, of_b.num_samples) == (3, 1, 2)
-    assert overall.old == pytest.approx(0.2) and overall.new == pytest.approx(1.6 / 3)
+    assert [len(one.rewards) for one in (overall, of_a, of_b)] == [3, 1, 2]
+    assert overall.before == pytest.approx(0.2) and overall.after == pytest.approx(1.6 / 3)
     assert evidence.num_left_out == 1 and evidence.ungraded_share == pytest.approx(0.1)
     assert evidence.drift_alarms == [8]
     [bare] = evidence.arms
-    assert bare.num_samples == 4 and bare.old == 0.25 and bare.new == pytest.approx(0.6)
+    assert len(bare.rewards) == 4 and bare.before == 0.25 and bare.after == pytest.approx(0.6)
     assert [sample.instruction for sample in evidence.samples] == [f"ask {i}" for i in range(4)]
     assert evidence.samples[2].rewards == (None, 0.8)
     assert gather(run_dir, 7, run_dir / "none", True) is None, "only one evaluation by then"
@@ -102,7 +102,7 @@ def test_invalid_values_count_as_absent(run_dir: Path) -> None:
     lines = [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
     write_lines(run_dir / "metrics.jsonl", lines)
     evidence = evidence_of(run_dir)
-    assert (len(evidence.samples), evidence.learnt[0].num_samples) == (6, 4)
-    assert [arm.num_samples for arm in evidence.arms] == [3]
+    assert (len(evidence.samples), len(evidence.learnt[0].rewards)) == (6, 4)
+    assert [len(arm.rewards) for arm in evidence.arms] == [3]
     assert evidence.samples[1].rewards == (None, None)
     assert evidence.drift_alarms is None and evidence.ungraded_share is None

@@ -110,7 +110,7 @@ def test_alarms_about_the_judge_are_on_the_page(run_dir, capsys):
     (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
     page = (run_dir / "report" / "index.html").read_text("utf-8")
-    assert holds(page, "second, which trains nothing: after 6 iterations ... exploit its judge")
+    assert holds(page, "Iteration 6: second, which trains nothing ... exploit its judge")
     assert holds(page, "Iteration 5: 50% of the graded pictures ... pays for doing nothing")
     assert page.count("pays for doing nothing") == 1
 

@@ -31,7 +31,6 @@ def prompts_of(samples: list[Sample]) -> list[Any]:
         tiny_qwen.make_tokenizer(),
         tiny_qwen.make_image_processor(),
         chat_template("Think, then answer."),
-        needs_picture=False,
         max_prompt_tokens=512,
     )
     built = [prompts.prompt(sample, sample.instruction) for sample in samples]

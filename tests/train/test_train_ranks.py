@@ -141,7 +141,7 @@ def test_a_failure_or_stop_of_one_rank_ends_all_ranks(
         messages = {
             "refused": "the key has expired",
             "raised": "injected; lower optimizer.max_tokens_per_micro_batch",
-            "killed": "rank 1 failed: killed by SIGKILL",
+            "killed": "rank 1 was killed by SIGKILL",
         }
         assert ended.returncode != 0 and messages[trouble] in ended.stderr + ended.stdout
         assert "rank 1 failed" in ended.stderr

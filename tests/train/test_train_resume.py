@@ -141,8 +141,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     again = tiny_loop.run_forked(path)
     (set_aside,) = (tmp_path / "tiny/set_aside").iterdir()
-    parts = f"begins again from the base weights ... {set_aside} ... 3 lines of metrics.jsonl, 2 of"
-    assert holds(again.stdout, parts)
+    assert holds(again.stdout, f"begins again from the base weights ... {set_aside}")
     assert (set_aside / "metrics.jsonl").read_bytes() == before
     assert_same_run(uninterrupted, tmp_path / "tiny")
     # A run whose checkpoints were deleted is not silently repeated.

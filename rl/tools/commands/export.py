@@ -27,37 +27,30 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
 from typing import Any, get_args
 
-from PIL.Image import DecompressionBombError, Image
+from PIL.Image import Image
 
 from rl import build, model_files, printing
 from rl.api import find
 from rl.config.loading import validate
 from rl.config.schema import RunConfig
 from rl.console import duration, warn
-from rl.files import downscale, open_picture, png_bytes
+from rl.files import downscale, png_bytes
 from rl.model_files import model_problems
 from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
 from rl.record import publish
 from rl.record.checkpoint import MODEL_CARD
-from rl.record.publish import (
-    OWN_WORDS,
-    PIPELINES,
-    Comparison,
-    Evidence,
-    Form,
-    Shown,
-    at,
-    model_card,
-)
+from rl.record.publish import OWN_WORDS, PIPELINES, Evidence, Form, Shown, at, model_card
+from rl.tools.notebook import Row, as_row
 from rl.tools.report import reading
-from rl.tools.report.page import Change, learnt
+from rl.tools.report.page import Change, changes_of, learnt
 from rl.tools.report.reading import Evaluation, points
 from rl.tools.trained import Trained, load_trained, require_trusted
 
@@ -90,77 +83,53 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         (target / PICTURES_FOLDER).mkdir()
     ungraded = [share for _, share in points(metrics, "status/ungraded")]
     drift = points(metrics, "drift/alarm")
-    shared_ids = [identity for identity in before.records if identity in after.records]
+    pairs = [
+        tuple(as_row(run.records[identity], run.iteration, run.folder) for run in evaluations)
+        for identity in before.records
+        if identity in after.records
+    ]
     return Evidence(
         iterations=(before.iteration, after.iteration),
-        learnt=[comparison(change) for change in gain.changes],
+        learnt=gain.changes,
         arms=_arms(after),
         num_left_out=gain.num_left_out,
         ungraded_share=fmean(ungraded) if ungraded else None,
         drift_alarms=[int(iteration) for iteration, alarm in drift if alarm] if drift else None,
         samples=[
-            _sample(number, before, after, identity, target if with_pictures else None)
-            for number, identity in enumerate(shared_ids[:NUM_SAMPLES_SHOWN], start=1)
+            _sample(number, old, new, target if with_pictures else None)
+            for number, (old, new) in enumerate(pairs[:NUM_SAMPLES_SHOWN], start=1)
         ],
     )
 
 
-def comparison(change: Change) -> Comparison:
-    return Comparison(
-        change.name, len(change.rewards), change.before, change.after, change.interval
-    )
-
-
-def _arms(after: Evaluation) -> Sequence[Comparison]:
+def _arms(after: Evaluation) -> list[Change]:
     """Compares the model with each arm that is drawn without the model's words."""
-    comparisons = []
+    changes: list[Change] = []
     for key, name in ARMS.items():
-        change = Change(name, [], [])
-        for record in after.records.values():
-            other, own = (reading.number(record.get(name)) for name in (key, "reward"))
-            if other is not None and own is not None:
-                change.rewards.append((other, own))
-                change.shown.append(reading.shown_of(record) or [str(record["id"])])
-        if change.rewards:
-            comparisons.append(comparison(change))
-    return comparisons
+        rows = after.records.items()
+        others = {identity: {**record, "reward": record.get(key)} for identity, record in rows}
+        for change in changes_of(others, after.records)[:1]:  # of all samples
+            changes.append(replace(change, name=name))
+    return changes
 
 
-def _sample(
-    number: int, before: Evaluation, after: Evaluation, identity: str, target: Path | None
-) -> Shown:
+def _sample(number: int, before: Row, after: Row, target: Path | None) -> Shown:
     """One held-out sample before and after training. `target` None: without pictures."""
-    old, new = before.records[identity], after.records[identity]
-    sides = {OWN_WORDS: (before, old.get("bare_file"))}
-    if old.get("source_file") is not None:
-        sources = [old["source_file"], *reading.other_sources(old)]
-        sides = {f"source{n}" if n > 1 else "source": (before, f) for n, f in enumerate(sources, 1)}
-    sides |= {"before": (before, old.get("image_file")), "after": (after, new.get("image_file"))}
+    sources = enumerate(before.sources(), 1)
+    pictures: dict[str, Image | None] = {f"source{n if n > 1 else ''}": p for n, p in sources}
+    pictures = pictures or {OWN_WORDS: before.bare_image()}
+    pictures |= {"before": before.image(), "after": after.image()}
     files: list[str] = []
-    if target is not None:
-        images = {side: _picture(run.folder, file) for side, (run, file) in sides.items()}
-        for side, image in images.items():
-            if image is not None and None not in images.values():
-                files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
-                (target / files[-1]).write_bytes(png_bytes(downscale(image, PICTURE_SIDE_PX)))
+    for side, picture in pictures.items():
+        if target is not None and picture is not None and None not in pictures.values():
+            files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
+            (target / files[-1]).write_bytes(png_bytes(downscale(picture, PICTURE_SIDE_PX)))
     return Shown(
-        instruction=str(old.get("instruction")),
-        words=(str(reading.words_of(old)), str(reading.words_of(new))),
-        rewards=(reading.number(old.get("reward")), reading.number(new.get("reward"))),
+        instruction=str(before.instruction),
+        words=(str(before.words), str(after.words)),
+        rewards=(reading.number(before.reward), reading.number(after.reward)),
         files=tuple(files),
     )
-
-
-def _picture(folder: Path, file: object) -> Image | None:
-    """The picture; None if `file` is not a readable picture directly in `folder`."""
-    name = reading.picture(folder, file)
-    if name is None or "/" in name:
-        return None
-    try:
-        with open_picture(folder / name) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, DecompressionBombError):
-        return None
 
 
 # ---- export --------------------------------------------------------------------------------------

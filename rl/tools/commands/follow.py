@@ -38,7 +38,6 @@ from rl.config.schema import TrackingConfig
 from rl.console import warn
 from rl.files import (
     MAX_ROWS_BYTES,
-    current_path,
     downscale,
     hold,
     private_folder,
@@ -205,7 +204,7 @@ class Page(View):
                 self.close()
 
     def close(self) -> str:
-        return str(write_page(current_path(self.folder))[0])
+        return str(write_page(self.folder)[0])
 
 
 class TensorBoard(View):

@@ -217,7 +217,7 @@ def _data(args: argparse.Namespace, system: System) -> list[str]:
     default, question = ("", "") if system.can_split else (None, "held-out data")
     held_out = answer(args, "held_out", default, question)
     is_jsonl = train.endswith(".jsonl")
-    rows = list(Lines([Path(train)]).readable()) if is_jsonl else []
+    rows = Lines(Path(train)) if is_jsonl else ()
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
     more, splits = "", ("", "")
     if system.can_split:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from rl import printing
 from rl.api.data import RowRules
 from rl.data.emu3_tokens import SUFFIX, TokenisedEdit, write
-from rl.data.rows import BadRowError, Columns, Rows
+from rl.data.rows import BadRowError, Columns
 from rl.data.sources import HfDataset, HfDatasetConfig
 from rl.files import read_object, write_atomically
 from rl.model_files import model_problems
@@ -109,18 +109,18 @@ def tokenize(options: argparse.Namespace) -> None:
             batch = missing[start : start + options.batch_size]
             reasons += encode(options, rows, codec, {index: files[index] for index in batch})
             progress.step(len(batch))
-    for reason in [*rows.left_out, *reasons][:10]:
+    for reason in [*rows.findings.left_out, *reasons][:10]:
         print(f"left out: {reason}")
     entries = [file.name for file in files if file.is_file()]
     if not entries:
         raise ValueError(f"no row is left, e.g. {reasons[0]}")
     content = {"prefix": str(feature_dir.resolve()), "path_list": entries}
     write_atomically(list_dir / "tokenized_datalist.json", json.dumps(content))
-    num_left_out = len(rows.bad) + len(reasons)
+    num_left_out = rows.num_skipped + len(reasons)
     print(f"{list_dir / 'tokenized_datalist.json'}: {len(entries)} edits, {num_left_out} left out")
 
 
-def open_rows(options: argparse.Namespace) -> Rows:
+def open_rows(options: argparse.Namespace) -> HfDataset:
     """The rows of the data set; a bad row raises ValueError, or is left out (--on-bad-row)."""
     columns = Columns(
         instruction=options.edit_instruction_key,
@@ -136,13 +136,11 @@ def open_rows(options: argparse.Namespace) -> Rows:
     )
     remedy = "EARL's models read one picture: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
-    rows = HfDataset.read(config, rules)
     try:
-        rows.check()
+        return HfDataset(config, rules)
     except BadRowError as error:
         message = str(error).replace("data.on_bad_row: 'skip'", "--on-bad-row skip")
         raise ValueError(message) from error
-    return rows
 
 
 def open_output(feature: Path, option_file: Path, made_from: Mapping[str, object]) -> None:
@@ -161,7 +159,7 @@ def open_output(feature: Path, option_file: Path, made_from: Mapping[str, object
 
 
 def encode(
-    options: argparse.Namespace, rows: Rows, codec: Emu3Codec, files: Mapping[int, Path]
+    options: argparse.Namespace, rows: HfDataset, codec: Emu3Codec, files: Mapping[int, Path]
 ) -> list[str]:
     """Encode the rows and write each to its file; returns a reason for each row left out."""
     samples, reasons = {}, []

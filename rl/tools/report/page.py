@@ -20,7 +20,8 @@ from pydantic import BaseModel, StringConstraints
 from rl.config.loading import printable, read_bytes
 from rl.files import read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
-from rl.run.paired import NUM_RESAMPLES, ExploitWatch, are_alike, interval
+from rl.run.alarms import EXPLOITS, HELD_OUT, Watch
+from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 from rl.tools.report.reading import (
     CURVES,
     LEVELS,
@@ -263,20 +264,7 @@ def alarms(
 ) -> list[str]:
     """One sentence per alarm. `damaged`: file -> number of its unreadable lines."""
     sentences = [CONTROL] if is_control(config) else []
-    if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
-        sentences.append(
-            f"Drift: after {_listed(alarmed)} iterations, fixed prompts had lost more reward than "
-            "chance explains."
-        )
-    gap = "eval/gap_alarm/"
-    for name in sorted({key.removeprefix(gap) for row in metrics for key in row if gap in key}):
-        if alarmed := [str(row["iteration"]) for row in metrics if row.get(gap + name)]:
-            sentences.append(
-                f"{name}, which trains nothing: after {_listed(alarmed)} iterations it had stayed "
-                "behind what the gain in the final reward predicts by more than noise; the policy "
-                "may exploit its judge."
-            )
-    watch = ExploitWatch()
+    watch = Watch([*EXPLOITS, *HELD_OUT])
     for row in metrics:
         line = {key: value for key in row if (value := number(row[key])) is not None}
         sentences += [f"Iteration {row['iteration']}: {text}." for text in watch.sentences(line)]
