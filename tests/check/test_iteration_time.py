@@ -41,11 +41,6 @@ WORK = Iteration(
         ({"workers": 4}, 5 + 2 * 2 + 2),
         ({"workers": 6}, 5 + 2 + 2),
         ({"workers": 512}, 5 + 2 + 2),
-        # The worker holds batches 1, 2, then 4 and 6, as the rank has drawn only 3 and 5. The mean
-        # is 6 s, and a batch less its half is 1 s.
-        ({"workers": 1, "local": True}, 5 + 6 + 1 + 2),
-        # All six batches are with workers.
-        ({"workers": 6, "local": True}, 5 + 2 + 2),
         # Conditioning, 1 s a group: before every batch of the rank; before the first of a worker.
         ({"condition_s": 1.0}, 5 + 3 + 12 + 2),
         ({"condition_s": 1.0, "workers": 1}, 5 + 1 + 12 + 2),
@@ -71,12 +66,10 @@ def test_hand_computed_iterations(changes: dict[str, float], total_s: float) -> 
     assert replace(WORK, **changes).total_s == pytest.approx(total_s)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "batch_size", "local"), product((1, 4), (1, 2, 5), (False, True))
-)
-def test_more_workers_are_never_slower(num_ranks: int, batch_size: int, local: bool) -> None:
+@pytest.mark.parametrize(("num_ranks", "batch_size"), product((1, 4), (1, 2, 5)))
+def test_more_workers_are_never_slower(num_ranks: int, batch_size: int) -> None:
     work = replace(
-        WORK, num_ranks=num_ranks, batch_size=batch_size, local=local, condition_s=0.7,
+        WORK, num_ranks=num_ranks, batch_size=batch_size, condition_s=0.7,
         questions=2, judge_s=0.1, learn_s=2.0,
     )  # fmt: skip
     seconds = [replace(work, workers=n).total_s for n in range(1, 100)]
@@ -168,8 +161,6 @@ def test_the_lines_for_a_check() -> None:
     ]
     assert all(line.endswith("; drawing bounds it") for line in rest[:3])
     assert rest[3].startswith("beyond 40 workers")
-    local = lines_of("qwen_image_edit", workers=16, local=True)
-    assert float(local[4].split()[0]) < float(rest[1].split()[0])
     unknown = lines_of("qwen_image_edit", workers="auto")
     assert unknown[0].startswith("auto") and len(unknown) == 6
     assert lines_of("qwen_image_edit_fewstep", workers=16)[-2].endswith("the judge bounds it")

@@ -53,23 +53,6 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
     assert check_report.report(skipping, 141)[1] == 0
 
 
-def test_pictures_that_fill_the_prompt_are_reported(tmp_path: Path) -> None:
-    """A picture of 384^2 px takes 188 tokens of Qwen2.5-VL."""
-
-    def report(max_prompt_tokens: int, **data: Any) -> str:
-        renderer = {"max_pictures": 3, "model_path": "Qwen/Qwen-Image-Edit-2511"}
-        config = config_of(tmp_path, "qwen_image_edit_plus", ONE, THREE, renderer=renderer, **data)
-        section = dict(config.policy) | {"max_prompt_tokens": max_prompt_tokens}
-        return check_report.report(config.model_copy(update={"policy": section}), 141)[0]
-
-    parts = "data.train.0: ... 3 source pictures ... 188 tokens ... policy.max_prompt_tokens is 564"
-    assert holds(report(564), f"{parts} ... raise")
-    assert "\nnothing is wrong" in report(565)
-    assert holds(
-        report(564, data={"on_bad_row": "skip"}), "data.train.0: rows: 1; left out as bad: 1"
-    )
-
-
 def test_the_judge_gets_as_many_pictures_as_a_row_has(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         config = config_of(

@@ -151,7 +151,6 @@ def test_the_summary_line_has_reward_speed_and_eta():
             "status/ungraded": 0.03125,
             "eval/ungraded": 0.0,
             "time/iteration_s": 20.0,
-            "renderer/pool_queue": 2.5,
             "renderer/pool_restarts": 1,
         },
     )
@@ -159,7 +158,7 @@ def test_the_summary_line_has_reward_speed_and_eta():
     assert untrained == "[0/101]  held-out 0.4", "no time of an iteration is known yet"
     assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
     assert second == (
-        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  queue 2.5  "
+        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  "
         "held-out, unreadable as 0 or 1: 0.4 to 0.6  ungraded 3.1%  "
         "restarts 1  15.0 s/it  ETA 24 min 45 s"
     )

@@ -290,7 +290,8 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
 @pytest.mark.parametrize("name", [EDIT, "sd3"])
 def test_a_device_in_the_config_overrides_the_default(folders: dict[str, Path], name: str) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
-        parts = load(config_of(name, folders[name], device=device)).parts
+        config = config_of(name, folders[name]).model_copy(update={"device": device})
+        parts = load(config).parts
         modules = [parts.transformer]
         modules += (
             [parts.vae.mean]

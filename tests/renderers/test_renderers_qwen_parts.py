@@ -120,8 +120,8 @@ def test_only_pictures_with_nan_or_infinity_are_failures() -> None:
 def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     """A 'meta' device stands for the GPU."""
     tiny_editor.make_stock().save(tmp_path)
-    settings = tiny_editor.TINY | {"model_path": str(tmp_path), "device": "meta"}
-    config = QwenImageEdit.Config(**settings)
+    settings = tiny_editor.TINY | {"model_path": str(tmp_path)}
+    config = QwenImageEdit.Config(**settings).model_copy(update={"device": "meta"})
     transformer = QwenImageEdit(config, Resources(None, "cpu")).loop.parts.transformer
     on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
     assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}

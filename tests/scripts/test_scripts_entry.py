@@ -55,7 +55,10 @@ def rl_here(monkeypatch, capsys) -> Callable[..., Finished]:
             patch.setattr(sys, "argv", ["rl", *arguments])
             patch.setattr(os, "execv", run_module)
             main()
-        return Finished(int(ended.value.code or 0), *capsys.readouterr())
+        code, (out, err) = ended.value.code, capsys.readouterr()
+        return (
+            Finished(1, out, err + code) if isinstance(code, str) else Finished(code or 0, out, err)
+        )
 
     return run
 
