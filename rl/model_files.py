@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import defaultdict
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
 
 from rl.api.plugin import ModelFiles
 from rl.config import loading
@@ -36,12 +35,10 @@ def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
     """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
-    num_counted = 0
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "np") as weights:  # reads the header only
-            names = filter(is_counted, weights.keys())
-            num_counted += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
-    return float(num_counted)
+    headers = map(_header, Path(folder).glob("*.safetensors"))
+    return float(
+        sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
+    )
 
 
 class NotFiniteError(ValueError):
@@ -107,20 +104,36 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 def weights_problem(file: Path) -> str:
     """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
     Git LFS pointers are detected."""
+    size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
     if start == LFS_POINTER:
         return f"{file} is a pointer of Git LFS, not the weights; fetch them (git lfs pull)"
     if not start:
         return f"{file} is empty; copy or download it again"
+    if file.suffix != ".safetensors":
+        return ""
     try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "np"):  # compares the header with the file's size
-                pass
-    except SafetensorError as error:
-        size = file.stat().st_size
-        return f"{file} is damaged ({size} bytes; {error}); copy or download it again"
-    return ""
+        ends = [tensor["data_offsets"][1] for tensor in _header(file).values()]
+        expected = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        why = "its header cannot be read"
+    else:
+        if size == expected:
+            return ""
+        why = f"its header says {expected}"
+    return f"{file} is damaged ({size} bytes; {why}); copy or download it again"
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """The tensors in a safetensors header, read without the package, which `rl check` may lack.
+    Raises ValueError if it claims to exceed the file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file}: a header of {length} bytes")
+        header = json.loads(stream.read(length))
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:

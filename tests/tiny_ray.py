@@ -149,6 +149,7 @@ class Painter(Renderer[Config]):
         lambda painter, seeds: None
     )
     fits = 1000
+    side_px = 2
     drawn: list[list[int]] = []
 
     def __init__(self, config: Config, resources: Any) -> None:
@@ -167,7 +168,12 @@ class Painter(Renderer[Config]):
         for number, seed in enumerate(seeds):
             lacks = len(seeds) > self.fits
             full = RenderFailure(f"{OUT_OF_MEMORY}: full")
-            yield number, full if lacks else Image.new("L", (2, 2), (seed + self.shift) % 256)
+            yield (
+                number,
+                full
+                if lacks
+                else Image.new("L", (self.side_px, self.side_px), (seed + self.shift) % 256),
+            )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         self.on_draw(self, [])

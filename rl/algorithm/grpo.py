@@ -21,13 +21,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from rl.algorithm.metrics import SPREAD_TOLERANCE
 from rl.api.loss import Loss, LossInputs, LossTerms, divided_by, terms_problem
 from rl.config.schema import AlgorithmConfig
 
 # Advantages: how much better each completion scored than its group.
-
-SPREAD_TOLERANCE = 1e-6
-"""Rewards (0..1) that differ by no more than this count as equal: the difference is float noise."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from rl.config.schema import FinalReward
 
+SPREAD_TOLERANCE = 1e-6
+"""Rewards (0..1) that differ by no more than this count as equal: the difference is float noise."""
+
 # ---- metrics -------------------------------------------------------------------------------------
 # Numbers of an iteration, each with its own denominator, over all ranks.
 

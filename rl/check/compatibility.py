@@ -443,7 +443,7 @@ REMEDIES: Sequence[tuple[str, str, Any, tuple[Any, ...], str]] = (
     ("activations", "optimizer.gradient_checkpointing", "true", (True,), "a third slower"),
     ("activations, kept", "optimizer.max_kept_tokens", 0, (0,), "a second forward"),
     ("optimizer", "optimizer.zero_stage", 1, (1, 2, 3), "on several ranks"),
-    ("backward", "optimizer.max_tokens_per_micro_batch", 1, (1,), "a group at a time"),
+    ("backward", "optimizer.max_tokens_per_micro_batch", 1, (1,), "slower rows"),
     ("gradients", "optimizer.zero_stage", 2, (2, 3), "on several ranks"),
     ("policy weights", "optimizer.zero_stage", 3, (3,), "on several ranks"),
 )

@@ -241,7 +241,7 @@ def group_flops(config: RunConfig, sizes: Sizes, length: float) -> tuple[float, 
 
 
 def pool_lines(resolved: Resolved) -> list[str]:
-    """Memory of a worker, transfer, and what the config's workers and more of them save."""
+    """Memory of a worker, and what the config's workers and more of them save."""
     pool = resolved.config.pool
     assert pool is not None
     workers = None if pool.workers == "auto" else pool.workers

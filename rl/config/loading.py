@@ -435,7 +435,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "*judge.backoff_s": (1.0, "a short judge.max_outage_s makes pauses shorter"),
     "*judge.breaker_failures": (20, ""),
     "*judge.breaker_pause_s": (15.0, "a short judge.max_outage_s makes pauses shorter"),
-    "policy.from_run": ("", "policy.adapter_path takes a run folder, too"),
+    "policy.from_run": ("", "a new run sets policy.adapter_path, which takes a run folder"),
     "render_pool.batches_per_worker": (2, ""),
     "render_pool.first_batch_s": (900.0, ""),
     "render_pool.labels": ({}, "use render_pool.resources"),
@@ -482,7 +482,7 @@ def without_gone_keys(
         key = f"{at}.{name}" if at else name
         if not is_own and any(fnmatchcase(key, pattern) for pattern in GONE_KEYS):
             gone[key] = value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and (not is_own or name == "judge"):
             kept[name], inner = without_gone_keys(value, key)
             gone |= inner
         else:

@@ -84,7 +84,7 @@ class PackedDecoder:
 # ---- packed attention ----------------------------------------------------------------------------
 # Attention over packed rows, for transformers: a group's prompt is computed once, not G times.
 #
-# Axes: as in `rl/policies/attention.py`; `_S` tokens of the row.
+# Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 
 NAME = "packed_groups"
 """Name of `attention` in transformers' registry."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,10 @@ METRICS: Mapping[str, Metric] = {
     "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
     "pool_restarts": Metric("workers", "lost, in whose place others were started"),
 }
+SILENT_S = 12 * ray_process.TICK_S
+"""A process that says nothing longer is stuck: the launcher's hang watch ends the run."""
+CLOSE_S = 60.0
+"""How long the process may take to leave Ray."""
 STOP_S = 2.0
 """Ray may end a little before the rank of a signal that asks both to stop."""
 
@@ -53,24 +58,25 @@ class PooledRenderer(Renderer[Any]):
         self._fits: Fits = {}
         self._numbers = count()
         self._state = State(0, 0, None)
-        self._is_loaded = False
+        self._heard_s = time.monotonic()
+        self._failed: Failed | None = None
         self._lost_before = 0
         self._metrics: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         spec = ray_process.spec_of(plugin.cls, plugin.config, torch.get_num_threads(), dist.device)
         spec["name"] = "run-" + blake2b(bytes(config.run_dir.absolute()), digest_size=6).hexdigest()
-        spec["secrets"] = {key: os.environ[key] for key in NEEDED_SECRETS if key in os.environ}
+        tokens = {key: os.environ[key] for key in NEEDED_SECRETS if key in os.environ}
         joins, where, failure = None, "", ""
         for is_main in (True, False):  # rank 0 finds or starts the cluster, the others join it
             if dist.is_main is is_main:
                 try:
                     free = _free_gpus(dist, used) if is_main else None
-                    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)
-                    may_start = int(on_one_node) == dist.world_size
+                    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
+                    may_start = ranks_here == dist.world_size
                     offset = dist.rank / dist.world_size
-                    start = Start(spec, config.render_pool, joins, free, offset, may_start)
+                    start = Start(spec, config.render_pool, joins, free, tokens, offset, may_start)
                     where, joins = self._started(start)
                 except Exception as error:
-                    failure = str(error)
+                    failure = str(error) or type(error).__name__
             replies = dist.gather((joins, failure))
             failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]
             if failures:
@@ -91,9 +97,11 @@ class PooledRenderer(Renderer[Any]):
             start_new_session=True,
         )
         child.close()
-        send(self._pipe, start)
+        with suppress(ConnectionError):  # `_received` says so
+            send(self._pipe, start)
         found = self._received(timeout_s=None)
-        assert isinstance(found, tuple)
+        if found is None:
+            raise RuntimeError("the run was asked to stop while it connected to Ray")
         return found
 
     def wait(self) -> None:
@@ -165,22 +173,28 @@ class PooledRenderer(Renderer[Any]):
 
     def _send(self, kind: ray_process.Kind, *arguments: Any) -> int:
         number = next(self._numbers)
-        with suppress(BrokenPipeError):  # the next `_received` says so
+        with suppress(ConnectionError):  # the next `_received` says so
             send(self._pipe, Task(number, kind, arguments))
         return number
 
     def _received(self, timeout_s: float | None = ray_process.POLL_S) -> Any:
         """The process's next message; None if none comes. Raises ValueError and RuntimeError."""
-        heartbeat.note_wait()
+        if time.monotonic() - self._heard_s < SILENT_S:  # else the hang watch counts
+            heartbeat.note_wait()
         try:
-            message = receive(self._pipe) if self._pipe.poll(timeout_s) else None
-        except (EOFError, ConnectionResetError):
+            message = self._failed
+            if message is None and self._pipe.poll(timeout_s):
+                message = receive(self._pipe)
+        except (EOFError, ConnectionError):
             time.sleep(STOP_S)
             if signals.stop_received():
                 return None
             message = Failed("runtime", ray_process.RAY_ENDED)
         if isinstance(message, Failed):
+            self._failed = message
             raise (ValueError if message.kind == "value" else RuntimeError)(message.text)
+        if message is not None:
+            self._heard_s = time.monotonic()
         if isinstance(message, State):
             self._state = message
         return message
@@ -199,16 +213,23 @@ class PooledRenderer(Renderer[Any]):
     def close(self) -> None:
         """Leave the cluster; one that this rank has started ends."""
         self._pipe.close()
-        self._process.wait()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def packed(jobs: Iterable[RenderJob]) -> list[RenderJob]:
     """The jobs without what only rewards read, their states in host memory; a tensor that several
     jobs share is sent once."""
     moved: dict[int, torch.Tensor] = {}
+    jobs = list(jobs)  # keeps the tensors, and so their ids
 
     def on_cpu(tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else moved.setdefault(id(tensor), tensor.detach().cpu())
+        if tensor is not None and id(tensor) not in moved:
+            # A copy: of a view, pickle would send the whole storage.
+            moved[id(tensor)] = tensor.detach().cpu().clone()
+        return None if tensor is None else moved[id(tensor)]
 
     made = []
     for job in jobs:

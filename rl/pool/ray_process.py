@@ -7,17 +7,20 @@ dies, and replaces its signal handlers: so it may have this process, and no rank
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle  # nosec B403 - between a rank and its own process
+import queue
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -46,6 +49,8 @@ HANG_S = 1800.0
 MAX_WAIT_S = 1800.0
 """How long a run waits while there is no actor before it saves and stops."""
 WARN_EVERY_S = 60.0
+TICK_S = 10.0
+"""A rank takes this process for stuck that says nothing many times as long."""
 RAY_ENDED = (
     "render_pool: Ray's process on this machine (raylet) has ended: something killed it, or the "
     "cluster's head did not answer for a minute. The run resumes with the same command"
@@ -70,6 +75,8 @@ class Start(NamedTuple):
     free_gpus: str | None
     """For a cluster that this process starts: this machine's free GPUs, as CUDA_VISIBLE_DEVICES
     names them; None: actors use none."""
+    secrets: Mapping[str, str]
+    """Environment variables for actors of a cluster that the run has started, and for no other."""
     offset: float
     """Rank / number of ranks: each rank begins with another actor."""
     may_start: bool
@@ -96,7 +103,7 @@ class Done(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a rank learns about the pool before an answer and whenever it changes."""
+    """What a rank learns about the pool whenever it changes, and every `TICK_S`."""
 
     num_ready: int
     num_lost: int
@@ -172,19 +179,23 @@ class Worker:
 
     def draw(self, jobs: Sequence[RenderJob]) -> tuple[list[Any], Mapping[str, float]]:
         """(an outcome per job, the renderer's metrics)."""
-        try:
-            drawn = dict(self._renderer.render(jobs))
-        except Exception as error:
-            if signals.is_lost_device(error):
-                os._exit(1)  # another actor draws the batch
-            raise
+        drawn = self._unless_lost(lambda: dict(self._renderer.render(jobs)))
         reported = reported_by(self._renderer)
         metrics = {} if isinstance(reported, Exception) else dict(reported)
         return [drawn[number] for number in range(len(jobs))], metrics
 
     def prepare(self, method: str, *arguments: Any) -> tuple[Any, Mapping[str, float]]:
         """(the result of the renderer's `encode_sources` or `decode_sources`, no metrics)."""
-        return getattr(self._renderer, method)(*arguments), {}
+        return self._unless_lost(lambda: getattr(self._renderer, method)(*arguments)), {}
+
+    def _unless_lost(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`; the actor ends with its device, so that another one takes over."""
+        try:
+            return work()
+        except Exception as error:
+            if signals.is_lost_device(error):
+                os._exit(1)
+            raise
 
 
 def digests_of(outcomes: Sequence[Any]) -> list[str]:
@@ -237,15 +248,22 @@ class Pool:
     ready: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Actor that could not start -> why."""
-    queue: deque[Task] = field(default_factory=deque)
+    waiting: deque[Task] = field(default_factory=deque)
     running: dict[Any, Running] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     reference: Any = None
-    """(the first batch that was drawn, the digests of its pictures)."""
+    """(the first batch that was drawn, the digests of its pictures, the actor that drew it)."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Actor -> why it could not be started last."""
     registry: Any = None
     _looked_s: float = -1e9
     _ready_s: float = field(default_factory=time.monotonic)
     _warned_s: float = -1e9
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer of an actor is awaited, for at most `POLL_S` in each step."""
+        return bool(self.starting or self.running)
 
     def step(self) -> list[Done]:
         """Start actors and calls, wait at most `POLL_S` for one; the tasks that are done. Raises
@@ -253,10 +271,9 @@ class Pool:
         the renderer raises."""
         self._look()
         self._send()
-        calls = [*self.starting, *self.running]
-        if not calls:
-            time.sleep(POLL_S)
+        if not self.is_busy:
             return []
+        calls = [*self.starting, *self.running]
         finished, _ = self.ray.wait(calls, num_returns=1, timeout=POLL_S)
         done = []
         for call in finished:
@@ -289,7 +306,8 @@ class Pool:
             return
         waited_s = now_s - self._ready_s
         if waited_s > MAX_WAIT_S or all_refused:
-            reasons = "".join(f"\n{name}: {why}" for name, why in self.refused.items())
+            last = {**self.failures, **self.refused}
+            reasons = "".join(f"\n{name}: {why}" for name, why in last.items())
             raise RuntimeError(
                 f"render_pool: no worker can draw after {duration(waited_s)}; `ray status` says "
                 f"more. The run resumes with the same command{reasons}"
@@ -320,18 +338,18 @@ class Pool:
 
     def _create(self, name: str) -> None:
         actor = self.ray.remote(Worker).options(**self.options, name=f"{self.prefix}/{name}")
-        self.handles[name] = actor.remote(self.start.spec, self.reference)
+        self.handles[name] = actor.remote(self.start.spec, self.reference and self.reference[:2])
         self.starting[self.handles[name].state_dim.remote()] = name
 
     def _send(self) -> None:
         """Send tasks to the actors with the fewest calls, to each at most `AT_ONCE`."""
-        while self.queue and self.ready:
+        while self.waiting and self.ready:
             begin = int(self.start.offset * len(self.ready))
             busy = [each.name for each in self.running.values()]
             name = min(self.ready[begin:] + self.ready[:begin], key=busy.count)
             if busy.count(name) >= AT_ONCE:
                 return
-            task = self.queue.popleft()
+            task = self.waiting.popleft()
             handle = self.handles[name]
             call = getattr(handle, task.kind).remote(*task.arguments)
             self.running[call] = Running(task, name, handle, time.monotonic())
@@ -341,9 +359,13 @@ class Pool:
             self.state_dim = self.ray.get(call)
             self.ready.append(name)
         except self.ray.exceptions.RayError as error:
+            why = _last_line(error)
             if getattr(error, "actor_init_failed", False):
-                self.refused[name] = _last_line(error)
-                warn(f"render_pool: worker {name} is not used: {self.refused[name]}")
+                self.refused[name] = why
+                warn(f"render_pool: worker {name} is not used: {why}")
+            elif self.failures.get(name) != why:
+                self.failures[name] = why
+                warn(f"render_pool: worker {name} could not be started, and is again: {why}")
             self.handles.pop(name, None)
 
     def _finished(self, done: Running, call: Any) -> list[Done]:
@@ -357,7 +379,7 @@ class Pool:
         except self.ray.exceptions.RayError as error:
             self._lose(done, _last_line(error))
             if self.tries.get(task.number, 0) < MAX_TRIES:
-                self.queue.appendleft(task)
+                self.waiting.appendleft(task)
                 return []
             text = f"worker_lost: {_last_line(error)} (after {MAX_TRIES} tries)"
             return [Done(task.number, RenderFailure(text), {}, "")]
@@ -365,13 +387,18 @@ class Pool:
             if each.handle is done.handle:
                 each.since_s = time.monotonic()  # it draws this one only now
         if task.kind == "draw" and self.reference is None:
-            self._propose(task.arguments[0], result)
+            self._propose(done, result)
+            if self.reference and self.reference[2] != done.name:
+                # Another rank's first actor was faster, and this one has not been checked.
+                self._lose(done, "another worker drew the first batch")
+                self.waiting.appendleft(task)
+                return []
         return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
 
-    def _propose(self, jobs: Sequence[RenderJob], outcomes: Sequence[Any]) -> None:
+    def _propose(self, done: Running, outcomes: Sequence[Any]) -> None:
         """Make this batch the reference, if all of its pictures were drawn."""
         if not any(outcome is None or isinstance(outcome, RenderFailure) for outcome in outcomes):
-            reference = (jobs, digests_of(outcomes))
+            reference = (done.task.arguments[0], digests_of(outcomes), done.name)
             self.reference = self._agree(reference) or reference
 
     def _agree(self, reference: Any) -> Any:
@@ -506,16 +533,19 @@ def _require_token(address: str) -> None:
     wrong = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if os.environ.get("RAY_AUTH_MODE") == "token":
         ask = [sys.executable, "-c", _ASK_HEAD, address]
-        if subprocess.run(ask, env=wrong, capture_output=True).returncode != 0:
-            return  # also an unreachable one, which is reported when the run connects
-    raise ValueError(
-        "render_pool: a Ray cluster without token authentication runs any code of whoever reaches "
-        "its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on every node and of "
-        "this run, with one token for all (`ray get-auth-token --generate`, SECURITY.md). "
-        "render_pool.address=local does not use that cluster"
-    )
+        with suppress(subprocess.TimeoutExpired):
+            if subprocess.run(ask, env=wrong, capture_output=True, timeout=300).returncode == 0:
+                raise ValueError(NO_TOKEN)
+        return  # also an unreachable one, which is reported when the run connects
+    raise ValueError(NO_TOKEN)
 
 
+NO_TOKEN = (
+    "render_pool: a Ray cluster without token authentication runs any code of whoever reaches its "
+    "ports: set RAY_AUTH_MODE=token in the environment of `ray start` on every node and of this "
+    "run, with one token for all (`ray get-auth-token --generate`, SECURITY.md). "
+    "render_pool.address=local does not use that cluster"
+)
 # A program that fails unless the cluster answers.
 _ASK_HEAD = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
 
@@ -524,35 +554,53 @@ def serve(rank: Connection) -> None:
     """Answer the rank until it closes the pipe."""
     start: Start = receive(rank)
     ray, where, joins, folder = connect(start)
-    pool = start.pool
-    env = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
-    env |= start.spec["secrets"] if folder or (start.joins and start.joins[1]) else {}
-    options = {
-        "namespace": NAMESPACE,
-        "get_if_exists": True,
-        "num_cpus": 1,
-        "num_gpus": pool.num_gpus if start.spec["on_gpu"] else 0,
-        "resources": dict(pool.resources),
-        "runtime_env": {"env_vars": env},
-    }
-    its = Pool(ray, start, options, start.spec["name"])
-    told = None
     try:
         send(rank, (where, joins))
-        while True:
-            while rank.poll(0):
-                task = receive(rank)
-                its.queue.append(task)
-            for done in its.step():
-                send(rank, done)
-            state = State(len(its.ready), its.num_lost, its.state_dim)
-            if state != told:
-                send(rank, state)
-                told = state
+        _work(rank, ray, start, is_own=bool(folder or joins[1]))
     finally:
         ray.shutdown()
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _work(rank: Connection, ray: Any, start: Start, is_own: bool) -> None:
+    env = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
+    options = {
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": 1,
+        "num_gpus": start.pool.num_gpus if start.spec["on_gpu"] else 0,
+        "resources": dict(start.pool.resources),
+        "runtime_env": {"env_vars": env | dict(start.secrets if is_own else {})},
+    }
+    pool = Pool(ray, start, options, start.spec["name"])
+    tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    # The rank must never wait for this process to read, which may wait for the rank to read.
+    threading.Thread(target=_read, args=[rank, tasks], daemon=True).start()
+    told, told_s = None, -math.inf
+    while True:
+        with suppress(queue.Empty):
+            while True:
+                task = tasks.get(timeout=0 if pool.is_busy else POLL_S)
+                if task is None:
+                    return
+                pool.waiting.append(task)
+        done = pool.step()
+        state = State(len(pool.ready), pool.num_lost, pool.state_dim)
+        if state != told or time.monotonic() - told_s > TICK_S:
+            send(rank, state)
+            told, told_s = state, time.monotonic()
+        for each in done:
+            send(rank, each)
+
+
+def _read(rank: Connection, tasks: queue.SimpleQueue[Task | None]) -> None:
+    """Read the rank's tasks; None at the end of the pipe."""
+    try:
+        while True:
+            tasks.put(receive(rank))
+    except (EOFError, OSError):
+        tasks.put(None)
 
 
 def main(descriptor: int) -> None:

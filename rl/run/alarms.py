@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.algorithm.grpo import SPREAD_TOLERANCE
-from rl.algorithm.metrics import Metrics
+from rl.algorithm.metrics import SPREAD_TOLERANCE, Metrics
 from rl.api.types import Status
 from rl.config.schema import RunConfig
 from rl.console import warn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL.Image import Resampling
 
-from rl.algorithm.grpo import SPREAD_TOLERANCE, RewardMoments, reward_moments
-from rl.algorithm.metrics import Metrics
+from rl.algorithm.grpo import RewardMoments, reward_moments
+from rl.algorithm.metrics import SPREAD_TOLERANCE, Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
 from rl.run.paired import ratio
 

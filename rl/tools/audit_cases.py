@@ -201,7 +201,7 @@ class Edit(NamedTuple):
     instruction: str
     right: Drawing
     wrong: Mapping[str, Drawing]
-    """Kind of a wrong result (`audit_cases.KINDS`) -> its scene."""
+    """Kind of a wrong result (`KINDS`) -> its scene."""
 
 
 def scene_cases(num_cases: int, seed: int, with_sources: bool) -> list[Case]:

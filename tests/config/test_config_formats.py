@@ -67,6 +67,9 @@ def test_of_an_older_run_keys_that_were_removed_are_dropped() -> None:
     written = {"format": loading.CONFIG, "engine": engine | {"share_base_weights": True}}
     assert loading.stored(written, "it") == {"format": loading.CONFIG, "engine": engine}
     assert loading.stored(written | {"engine": own}, "it")["engine"] == own
+    reward = {"type": "mine.reward", "model": {"batch_size": 4}, "judge": {"model": "m"}}
+    of_run = {"rewards": {"mine": reward | {"judge": {"model": "m", "backoff_s": 2.0}}}}
+    assert loading.stored(written | of_run, "it")["rewards"] == {"mine": reward}
     rewards = {"own": {"type": "viescore", "judge": {"model": "m", "backoff_s": 3.0}}}
     kept = loading.stored(written | {"rewards": rewards}, "it")["rewards"]
     assert kept == {"own": {"type": "viescore", "judge": {"model": "m"}}}
@@ -81,7 +84,7 @@ def test_a_removed_key_is_refused_only_with_another_value_than_its_default() -> 
     assert sorted(caught.value.problems) == [
         f"{name}: engine.share_base_weights: this key was removed, delete it; it is always false",
         f"{name}: policy.from_run: this key was removed, delete it; "
-        "policy.adapter_path takes a run folder, too",
+        "a new run sets policy.adapter_path, which takes a run folder",
     ]
 
 

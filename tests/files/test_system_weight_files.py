@@ -51,7 +51,8 @@ def sd3_pipeline(folder: Path) -> Modules:
     tiny_sd3.save_sd3(tiny_sd3.make_parts(), folder)
     config = sd3.Config(**tiny_sd3.TINY | {"model_path": str(displace(folder))})
     parts = sd3.SD3(config, Resources(None, "cpu")).loop.parts
-    return [parts.transformer, parts.vae, *parts.text.encoders, parts.text.encoder_3]
+    encoders = [parts.text_encoder, parts.text_encoder_2, parts.text_encoder_3]
+    return [parts.transformer, parts.vae, *encoders]
 
 
 def emu3_codec(folder: Path) -> Modules:

@@ -88,7 +88,7 @@ def test_a_cluster_that_cannot_be_used_is_a_sentence(
     ray.init.side_effect = ConnectionError("refused")
     monkeypatch.setitem(sys.modules, "ray", ray)
     pool = pooled().render_pool
-    start = ray_process.Start({}, pool, None, None, 0.0, True)._replace(**changes)
+    start = ray_process.Start({}, pool, None, None, {}, 0.0, True)._replace(**changes)
     with pytest.raises(ValueError, match=problem):
         ray_process.connect(start)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_ray import FakeRay, Killed, Painter, jobs, make_pool, seeds_of
+from tiny_ray import Config, FakeRay, Killed, Painter, jobs, make_pool, seeds_of
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.pool import ray_process
@@ -47,6 +47,34 @@ def test_jobs_are_taken_only_when_a_worker_has_a_free_slot(monkeypatch: Any) -> 
     counted = (taken.append(job) or job for job in jobs(40))  # type: ignore[func-returns-value]
     for drawn, _ in enumerate(pool.render(counted), 1):
         assert len(taken) <= drawn + 3 * 4 + 4
+
+
+def test_large_pictures_and_jobs_never_make_both_sides_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipe holds 200 kB: a side that writes while the other one does, too, must be read."""
+    pool = make_pool(monkeypatch, FakeRay(), 2)
+    monkeypatch.setattr(Painter, "side_px", 1200)
+    made = (RenderJob(Sample(f"{seed}", "x" * 2_000_000), "words", seed) for seed in range(40))
+    assert seeds_of(pool.render(made)) == ALL
+
+
+def test_a_first_actor_that_was_not_the_first_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank's first actor drew the reference; this rank's has not been checked."""
+    ray = FakeRay()
+    pool = make_pool(monkeypatch, ray, 2)
+    pool.wait()
+    [registry] = (actor for name, actor in ray.actors.items() if name.endswith("registry"))
+    drawn = [picture for _, picture in Painter(Config(type="x"), None).render(jobs(4))]
+    monkeypatch.setattr(ray_process.Pool, "_agree", ask_late(ray_process.Pool._agree))
+    registry.made.agree((list(jobs(4)), ray_process.digests_of(drawn), "first-7"))
+    assert seeds_of(pool.render(jobs(40))) == ALL
+    assert not any("first" in name and not actor.is_dead for name, actor in ray.actors.items())
+
+
+def ask_late(agree: Any) -> Any:
+    """A rank that proposes its own reference before it has asked for another one's."""
+    return lambda self, own: agree(self, own) if own is not None or self.reference else None
 
 
 def test_a_dead_workers_batch_is_drawn_by_another_one(

@@ -305,7 +305,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
     refused = partial(refusal, export.main)
     target = str(tmp_path / "target")
     assert "belongs to no run" in refused([BASE, target])
-    assert "neither an adapter" in refused([str(tmp_path), target])
+    assert "belongs to no run" in refused([str(tmp_path), target])
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
     assert "exists" in refused([str(run), str(tmp_path)])

@@ -114,7 +114,7 @@ def test_the_command_prints_a_file_for_a_config_without_problems(
     assert "--nodes=2\n" in text and "--gpus-per-node=6\n" in text
     for wrong, why in (
         (["prompts_per_iteration=12"], "cannot be shared by 8 ranks"),
-        (["--pool-nodes", "1"], "no section render_pool"),
+        (["--pool-nodes", "1"], "render_pool.workers is 0"),
         (["--gpus", "0"], "--gpus"),
         (["world_size=9"], "2 nodes cannot share 9 ranks"),
         (["--time", "1:00\nrm -rf /"], "--time"),

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems := check_report.problems(config):
         raise ConfigError(problems)
     if args.pool_nodes and not config.pool:
-        raise ValueError("--pool-nodes: the config has no section render_pool")
+        raise ValueError("--pool-nodes: render_pool.workers is 0, so the config has no pool")
     print(
         script(
             name=config.run_name,
