@@ -146,6 +146,14 @@ class Watch:
         self._active = (self._active - ended) | found.keys()
         return new
 
+    def replay(self, lines: Iterable[Line]) -> None:
+        """Read the lines of a run that resumes. What still holds then is logged again, because the
+        log is a new one, but for what is logged once in a run."""
+        for line in lines:
+            self.sentences(line)
+        once = {alarm.metric for alarm in self._alarms if alarm.once}
+        self._active = {m for m in self._active if any(fnmatch.fnmatch(m, each) for each in once)}
+
 
 # ---- table ---------------------------------------------------------------------------------------
 # All alarms of a run's metrics.

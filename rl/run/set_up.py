@@ -223,8 +223,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, dist)
-        for line in record.lines():
-            checks.watch.sentences(line)  # logged by the process that wrote the line
+        checks.watch.replay(record.lines())
         yield Run(
             config=config,
             dist=dist,

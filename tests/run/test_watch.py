@@ -124,6 +124,9 @@ def test_a_condition_warns_when_it_begins_and_again_when_it_returns(
     assert holds(sentence, parts)
     assert warnings_of(watch, *[bad] * 5, *[good] * TREND) == [[]] * (5 + TREND), "warned once"
     assert len(list(chain(*warnings_of(watch, *[bad] * num)))) == 1, "it has begun again"
+    resumed = make_watch()
+    resumed.replay(LEARNS | each for each in [bad] * num)
+    assert len(list(chain(*warnings_of(resumed, bad, bad)))) == 1, "the log is a new one"
 
 
 @pytest.mark.parametrize(
@@ -168,8 +171,7 @@ def test_a_growing_mismatch_warns_within_three_iterations(dtype: str, k3: list[f
 def test_a_resumed_run_keeps_the_limit_of_its_first_iteration() -> None:
     """The run's first k3 was 1e-5, so that 4e-3 is too much; the process's first is 4e-3."""
     resumed = make_watch("bfloat16")
-    for line in mismatches(1e-5, 1e-5):
-        resumed.sentences(LEARNS | line)
+    resumed.replay(LEARNS | line for line in mismatches(1e-5, 1e-5))
     assert warnings_of(resumed, *mismatches(4e-3, 4e-3))[-1]
     assert not any(warnings_of(make_watch("bfloat16"), *mismatches(*[4e-3] * 3)))
 
@@ -190,8 +192,7 @@ def test_a_training_reward_below_its_first_iterations_warns(is_resumed: bool) ->
 
     watch, first = make_watch(), lines(0.7, 0.8, 0.9)
     if is_resumed:
-        for line in first:
-            watch.sentences(LEARNS | line)
+        watch.replay(LEARNS | line for line in first)
     else:
         assert not any(warnings_of(watch, *first))
     assert not any(warnings_of(watch, *lines(0.3, 0.29, 0.29))), "0.507 lower"
