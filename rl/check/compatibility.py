@@ -507,10 +507,13 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
     def is_full_of(part: str) -> bool:
         return any(f"{row.part} ".startswith(part) for row in rows)
 
-    sections = {"engine": resolved.engine.config, "optimizer": resolved.config.optimizer}
+    optimizer = resolved.config.optimizer
+    sections = {"engine": resolved.engine.config, "optimizer": optimizer}
     remedies = []
     for part, key, value, useless, cost in REMEDIES:
         section, _, name = key.partition(".")
+        if name == "zero_stage" and optimizer.backend == "torch":
+            continue  # which shards nothing
         if is_full_of(part) and getattr(sections[section], name, value) not in (value, *useless):
             remedies.append(f"{key}={value}" + (f" ({cost})" if cost else ""))
     for plugin in filter(lambda plugin: is_full_of(plugin.key), resolved.model_runners):

@@ -465,33 +465,7 @@ def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
         import ray
     except ImportError as error:
         raise ValueError(RAY_MISSING) from error
-    options: dict[str, Any] = {}
-    folder = ""
-    if address == "local":
-        if not start.may_start:
-            raise ValueError(
-                "render_pool: no Ray cluster is found, and a run on several machines does not "
-                "start one: run `ray start` on every node first (docs/scale.md)"
-            )
-        # Not Ray's own folder, where other programs look for it, nor in TMPDIR, because a socket's
-        # path has at most 107 bytes, of which Ray's names need 64. Ray makes its folder public, so
-        # it is inside a private one.
-        folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
-        gpus = start.free_gpus
-        if gpus == "":
-            raise ValueError(
-                "render_pool: the ranks (and a judge that the run starts) use all GPUs of this "
-                "machine, and no Ray cluster with others is found; start fewer ranks (--nproc), or "
-                "join machines with `ray start` (docs/scale.md)"
-            )
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        options = {
-            "num_gpus": None if gpus is None else len(gpus.split(",")),
-            "_temp_dir": f"{folder}/r",
-            "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
-        }
+    folder, options = _local_options(start) if address == "local" else ("", {})
     try:
         ray.init(
             address=address,
@@ -500,7 +474,10 @@ def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
             logging_level=logging.ERROR,
             **options,
         )
-    except ConnectionError as error:
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, ConnectionError):
+            raise
         raise ValueError(
             f"render_pool.address: no Ray cluster answers at {address!r} ({_last_line(error)}); "
             "start one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray "
@@ -511,6 +488,35 @@ def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
     if is_local:
         where = f"a Ray cluster on this machine, {found}, which ends with the run"
     return ray, where, (found, token), folder
+
+
+def _local_options(start: Start) -> tuple[str, dict[str, Any]]:
+    """(a private folder for a cluster on this machine, the options of `ray.init`). Raises
+    ValueError if the run may start none, or has no GPU for it."""
+    if not start.may_start:
+        raise ValueError(
+            "render_pool: no Ray cluster is found, and a run on several machines does not start "
+            "one: run `ray start` on every node first (docs/scale.md)"
+        )
+    gpus = start.free_gpus
+    if gpus == "":
+        raise ValueError(
+            "render_pool: the ranks (and a judge that the run starts) use all GPUs of this "
+            "machine, and no Ray cluster with others is found; start fewer ranks (--nproc), or "
+            "join machines with `ray start` (docs/scale.md)"
+        )
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    # Not Ray's own folder, where other programs look for it, nor in TMPDIR, because a socket's path
+    # has at most 107 bytes, of which Ray's names need 64. Ray makes its folder public, so it is
+    # inside a private one.
+    folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
+    return folder, {
+        "num_gpus": None if gpus is None else len(gpus.split(",")),
+        "_temp_dir": f"{folder}/r",
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
 
 
 def _running_here() -> str:

@@ -295,11 +295,13 @@ class Pusher:
         elif earlier.is_alive() and not final:
             self._warn(iteration, "not uploaded: an earlier upload is not done")
             return
-        staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self._outbox))
+        staging: Path | None = None
         try:
+            staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self._outbox))
             shutil.copytree(folder, staging, copy_function=_link_or_copy, dirs_exist_ok=True)
         except OSError as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            if staging is not None:
+                shutil.rmtree(staging, ignore_errors=True)
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
         # A daemon, unlike an executor's thread: a stuck network keeps no process alive.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -157,26 +158,25 @@ def test_a_worker_that_draws_other_bits_is_not_used(
     assert holds(capsys.readouterr().err, "worker 0 is not used: it draws other bits")
 
 
-def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = iter("123")
+def failing(num: int) -> Callable[[], None]:
+    """Fails to load `num` times."""
+    tries = iter(range(num))
 
-    def fails() -> None:
-        if next(tries, ""):
+    def load() -> None:
+        if next(tries, None) is not None:
             raise OSError("no weights")
 
-    pool = make_pool(monkeypatch, FakeRay(), 2, fails)
+    return load
+
+
+def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(monkeypatch, FakeRay(), 2, failing(3))
     with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first-2: no weights"):
         pool.wait()
 
 
 def test_one_worker_that_cannot_load_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = iter("12")
-
-    def fails() -> None:
-        if next(tries, ""):
-            raise OSError("no weights")
-
-    pool = make_pool(monkeypatch, FakeRay(), 2, fails)
+    pool = make_pool(monkeypatch, FakeRay(), 2, failing(2))
     assert seeds_of(pool.render(jobs(40))) == ALL
 
 
