@@ -151,17 +151,17 @@ def test_a_changed_bit_in_the_adapter_slots_is_detected(engine, policy, worker):
     assert engine.held_fingerprint() != fingerprint
 
 
-def test_a_sync_drops_the_cache_of_the_old_weights(engine, policy, prompts_P):
+def test_a_sync_drops_the_cache_of_the_old_weights(synced, policy, prompts_P):
     """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
     reads the old ones is off by far more than rounding."""
-    step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
-    engine.generate(prompts_P, params(), [1, 2, 3])
+    step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
+    synced.generate(prompts_P, params(), [1, 2, 3])
     for drops, agrees in ((False, False), (True, True)):
         with pytest.MonkeyPatch.context() as patch:
             if not drops:
                 patch.setattr(vllm.LLM, "reset_prefix_cache", lambda _: True)
-            engine.load_weights(export(policy))
-        completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
+            synced.load_weights(export(policy))
+        completions_PG = synced.generate(prompts_P, params(), [1, 2, 3])
         assert (max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL) == agrees
 
 
