@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -38,27 +38,19 @@ class Contestant:
         self._process.start()
         worker_end.close()
 
-    def order(self, flops: bool = False) -> None:
-        """Orders an iteration. If the worker has died, only `report` raises an error."""
-        with suppress(BrokenPipeError):
-            self._connection.send(Order(flops))
-
-    def report(self) -> Measured:
-        """The measurements of the ordered iteration. RuntimeError if the worker died or hangs."""
+    def iterate(self, flops: bool = False) -> Measured:
+        """Runs an iteration and returns its measurements. RuntimeError if the worker died or
+        hangs."""
         failure = f"sent nothing for {PATIENCE_S} s"
         try:
+            self._connection.send(Order(flops))
             if self._connection.poll(PATIENCE_S):
                 measured: Measured = self._connection.recv()
                 return measured
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             failure = "died"
         output = self._output.read_text(errors="replace")[-SHOWN_CHARS:]
         raise RuntimeError(f"a worker {failure}; its last output:\n{output}")
-
-    def iterate(self, flops: bool = False) -> Measured:
-        """Orders an iteration and returns its measurements."""
-        self.order(flops)
-        return self.report()
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +66,7 @@ class Contestant:
 def _work_quietly(
     output: Path, work: Callable[..., None], connection: Connection, *arguments: Any, **options: Any
 ) -> None:
-    """Calls `work` with the process's output in a file, whose end `report` shows in an error."""
+    """Calls `work` with the process's output in a file, whose end `iterate` shows in an error."""
     with output.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())

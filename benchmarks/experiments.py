@@ -8,10 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +17,9 @@ from benchmarks import our_worker, toy, trl_worker
 from benchmarks.contest import Contestant, interleave
 from benchmarks.judge_stub import judge_process
 from benchmarks.link import POLICY_PARTS, TOWER, Measured
-from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from benchmarks.trl_tunings import Tuning
-from rl.files import read_rows
 from rl.meter import LanguageModel, prefix_tree_pairs
-from rl.ranks.supervision import on_one_node
 
 STOCK, TUNED, OURS = "TRL stock", "TRL tuned", "this project"
 MEMO, PREFIX, PREFIXES = "TRL + tower", "TRL + prefix", "TRL + prefixes"
@@ -139,58 +134,3 @@ def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int)
         }
     records = {name: as_record(measured) for name, measured in rounds.items()}
     return {"latency_s": latency_s, "sides": records}
-
-
-def savings(folder: Path, shape: Shape, num_rounds: int) -> Record:
-    """Costs of this project with no saving, with each alone, and with more and more of them."""
-    names = list(SAVINGS)
-    stacks: Mapping[str, Sequence[str]] = {
-        "none": [],
-        **{f"alone {name}": [name] for name in names},
-        **{f"stacked {name}": names[: i + 1] for i, name in enumerate(names) if i > 0},
-    }
-    return {
-        title: _with_savings(folder, shape, active, num_rounds) for title, active in stacks.items()
-    }
-
-
-def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds: int) -> Record:
-    without = [name for name in SAVINGS if name not in active]
-    changes = {k: v for name in without for k, v in SAVINGS[name].shape.items()}
-    overrides = [override for name in without for override in SAVINGS[name].overrides]
-    options = {"samples": False, "without": without, "overrides": overrides}
-    with judge_process() as api_base:
-        make = functools.partial(ours, folder, replace(shape, **changes), api_base, **options)
-        rounds, counted = interleave({OURS: make}, num_rounds, count_flops=True)
-    return as_record(rounds[OURS], counted[OURS])
-
-
-def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
-    """A run on one rank and on two: counts of the last iteration by rank, and the metrics."""
-    model = language_model(folder)
-    widths = sum(sum(model.shape(name)) for name in model.lora_targets)
-    trained_bytes = 4 * model.num_layers * model.lora_rank * widths
-    runs = {str(n): _on_ranks(n, folder, shape, num_iterations) for n in (1, 2)}
-    return {"trained_bytes": trained_bytes, **runs}
-
-
-def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -> Record:
-    runs = folder / "runs" / f"ranks{num_ranks}"
-    with judge_process() as api_base, TemporaryDirectory() as meeting, ExitStack() as stack:
-        members = []
-        for rank in range(num_ranks):
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-            environment = {name: str(n) for name, n in numbers.items()} | on_one_node(Path(meeting))
-            arguments = our_worker.run, folder, shape, api_base, runs
-            member = Contestant(*arguments, samples=False, environment=environment)
-            members.append(stack.enter_context(member))
-        for _ in range(num_iterations):
-            for member in members:
-                member.order()
-            reports = [member.report() for member in members]
-    metrics, _ = read_rows(runs / "toy" / "metrics.jsonl")
-    kept = ("loss/", "kl/", "optimizer/", "reward/")
-    return {
-        "counts": [dict(report.counts) for report in reports],
-        "metrics": [{k: v for k, v in row.items() if k.startswith(kept)} for row in metrics],
-    }

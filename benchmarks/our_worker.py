@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import savings, toy
+from benchmarks import toy
 from benchmarks.link import (
     JUDGE_WAIT,
     POLICY,
@@ -53,15 +51,12 @@ def run(
     api_base: str,
     runs: Path,
     samples: bool,
-    without: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Trains without weight sync, bare arm, evaluations and checkpoints. `folder`: models of
     `toy.py`; `runs`: parent of the run folder; `samples`: also sample (the tokens are not used);
-    `without`: names of `SAVINGS` to disable; `overrides`: `key=value`; `environment`: of a rank."""
+    `overrides`: `key=value`."""
     warnings.filterwarnings("ignore")
-    os.environ.update(environment)
     torch.set_num_threads(1)
     import rl.train as train
     from rl import build
@@ -77,15 +72,13 @@ def run(
     setattr(Run, "sync_engine", lambda self: Metrics())  # noqa: B010 (mypy sees no method replaced)
     loop = train.train
 
-    def train_without(opened: Run) -> None:
+    def flushing(opened: Run) -> None:
         link.flush = opened.checkpointing.writer.flush
-        for saving in without:
-            savings.SAVINGS[saving].disable(opened, folder)
         loop(opened)
 
-    setattr(train, "train", train_without)  # noqa: B010 (as above)
+    setattr(train, "train", flushing)  # noqa: B010 (as above)
     runs.mkdir(parents=True, exist_ok=True)
-    config = runs / f"config{environment.get('RANK', '')}.jsonnet"
+    config = runs / "config.jsonnet"
     config.write_text(json.dumps(config_of(folder, shape, api_base, runs)))
     train.main([str(config), *overrides])
 
@@ -130,15 +123,6 @@ def _watch(link: Link) -> None:
     watch_models(meter)
     meter.watch_phases()
     meter.watch(TrainStep, "prefetch_reference", TAIL)
-    for name in ("all_reduce", "all_gather", "broadcast"):
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            meter.watch(module, name, None, _num_bytes)
-
-
-def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
-    """Bytes that this rank sends in a collective, whose last tensor argument is what it sends."""
-    sent = next(t for t in reversed(tensors) if isinstance(t, torch.Tensor))
-    return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
 
 class ScriptedEngine(Engine):

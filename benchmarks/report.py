@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.experiments import OURS, TUNED, Record
 from benchmarks.link import JUDGE_WAIT, PARTS, POLICY_PARTS
-from benchmarks.savings import SAVINGS
 
 WHOLE = tuple(PARTS)
 COUNTS = (
@@ -176,54 +175,3 @@ def latencies(records: Sequence[Record]) -> str:
 
     rows = [[f"{r['latency_s']:g} s", *(cell(r["sides"][name]) for name in names)] for r in records]
     return table(["judge's latency: wall s (exposed wait)", *names], rows)
-
-
-def savings(records: Mapping[str, Record]) -> str:
-    """The gain of each saving: alone, and added to the savings in the rows above it."""
-
-    def cost(name: str) -> tuple[float, float]:
-        return gflop(records[name]), statistics.median(cpu_s(records[name]))
-
-    def cells(costs: tuple[float, float]) -> list[str]:
-        return [f"{costs[0]:.0f}", f"{costs[1]:.2f}"]
-
-    def gain(more: tuple[float, float], less: tuple[float, float]) -> str:
-        return f"{more[0] / less[0]:.2f}x / {more[1] / less[1]:.2f}x"
-
-    none = before = cost("none")
-    rows = [["none", *cells(none), "", "", *cells(none)]]
-    for i, (name, saving) in enumerate(SAVINGS.items()):
-        alone = cost(f"alone {name}")
-        stacked = cost(f"stacked {name}") if i else alone
-        gains = gain(none, alone), gain(before, stacked)
-        rows.append([saving.title, *cells(alone), *gains, *cells(stacked)])
-        before = stacked
-    rows.append(["all", "", "", "", gain(none, before), "", ""])
-    head = ["saving", "alone GFLOP", "alone CPU s", "alone: FLOPs / CPU", "on top: FLOPs / CPU"]
-    return table([*head, "stacked GFLOP", "stacked CPU s"], rows)
-
-
-def ranks(record: Record) -> str:
-    """A run on one rank against the same run on two: differences of metrics, and bytes sent."""
-    one, two = record["1"], record["2"]
-    sent = [counts.get("bytes to other ranks", 0) for counts in two["counts"]]
-    difference = f"{metric_difference(record):.1e}"
-    positions = [counts["token positions"] for counts in two["counts"]]
-    rows = [
-        ["largest relative difference of any metric of an iteration", difference],
-        ["bytes of the trained weights (float32)", f"{record['trained_bytes']:,}"],
-        ["bytes a rank sends per step, gradients and numbers", f"{max(sent):,}"],
-        ["the same divided by the trained bytes", f"{max(sent) / record['trained_bytes']:.3f}"],
-        ["token positions of each rank", ", ".join(map(str, positions))],
-        ["token positions of one rank alone", str(one["counts"][0]["token positions"])],
-    ]
-    return table(["1 rank -> 2 ranks", "measured"], rows)
-
-
-def metric_difference(record: Record) -> float:
-    """Largest relative difference of the first iteration's losses, KL, gradient norm and rewards.
-    (Later scores differ: the stub judge hashes the pictures, whose last bits differ.)"""
-    one, two = (
-        next(row for row in record[n]["metrics"] if "loss/total" in row) for n in ("1", "2")
-    )
-    return max(abs(one[key] - two[key]) / max(abs(one[key]), 1e-6) for key in one)

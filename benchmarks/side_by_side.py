@@ -3,7 +3,7 @@
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
     .venv/bin/python -m benchmarks.side_by_side                everything: an hour on one core
     .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, ten minutes or so
-    .venv/bin/python -m benchmarks.side_by_side --only latency ranks
+    .venv/bin/python -m benchmarks.side_by_side --only latency memory
 
 Each setup (TRL with some tuning, or this project) is a process with one thread. The setups run an
 iteration each in turn; the first round is dropped. A ratio is the median over rounds, with the
@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import experiments, report, toy
-from benchmarks.goals import goals
-from benchmarks.plot import plot
 from benchmarks.toy import Shape
 
 BASE = Shape()
@@ -51,14 +49,12 @@ FULL_TABLES = {
     "T = 72": "prompt to completion 6:1 as in real runs (427 to 72 tokens)",
     "G = 8": "prompt to completion 13:1 (427 to 32 tokens)",
 }
-EXPERIMENTS = ("sweep", "memory", "latency", "ranks", "savings")
+EXPERIMENTS = ("sweep", "memory", "latency")
 QUICK = ("G = 8", "T = 72")
 QUICK_LIMIT_S = 300.0
 """Time limit of each shape's rounds; at least one round is run."""
 LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
 LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
-SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
-RANKS_SHAPE = replace(BASE, num_groups=2)
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "peft", "diffusers", "trl", "accelerate")
 
@@ -108,8 +104,6 @@ def plan(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             experiments.judge_latency(folder, LATENCY_SHAPE, latency_s, min(rounds, 3))
             for latency_s in LATENCIES_S
         ],
-        "ranks": lambda: experiments.ranks(folder, RANKS_SHAPE),
-        "savings": lambda: experiments.savings(folder, SAVINGS_SHAPE, min(rounds, 2)),
     }
 
 
@@ -141,8 +135,6 @@ def written(results: dict[str, Any]) -> str:
     sections: dict[str, Callable[[Any], str]] = {
         "latency": report.latencies,
         "memory": report.memory,
-        "ranks": report.ranks,
-        "savings": report.savings,
     }
     if "sweep" in results:
         for name, title in FULL_TABLES.items():
@@ -153,7 +145,6 @@ def written(results: dict[str, Any]) -> str:
     for name, show in sections.items():
         if name in results:
             parts += [f"## {name.capitalize()}", show(results[name])]
-    parts += ["## Goals", goals(results)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -190,8 +181,6 @@ def main() -> None:
     text = written(results)
     (args.out / "side_by_side.md").write_text(text)
     print(text)
-    if {"sweep", "memory", "latency"} <= results.keys() and len(results["sweep"]) > len(QUICK):
-        plot(results, args.out / "side_by_side.png")
 
 
 if __name__ == "__main__":

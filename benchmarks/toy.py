@@ -57,14 +57,10 @@ class Shape:
     """T, tokens of the longest completion, stop token included."""
     ragged: bool = False
     """Completions have T/G, 2T/G ... T tokens instead of T."""
-    num_equal: int = 1
-    """Number of equal completions in a group; 1: all differ."""
     render_px: int = 128
     """Side of source and picture in the renderer."""
     num_steps: int = 4
     """Denoising steps."""
-    true_cfg_scale: float = 1.0
-    """Above 1 the renderer also forwards a negative prompt."""
 
     def completion_lens(self) -> list[int]:
         """Tokens of each member of a group."""
@@ -100,8 +96,7 @@ class ToySamples(SyntheticSource[Config]):
 def make_completions(instruction: str, shape: Shape) -> list[str]:
     """The fixed completions of a group for this prompt, without the stop token."""
     rng = random.Random(f"{instruction}:completions")
-    texts = ["".join(rng.choices(DIGITS, k=length - 1)) for length in shape.completion_lens()]
-    return [*texts[:1] * shape.num_equal, *texts[shape.num_equal :]]
+    return ["".join(rng.choices(DIGITS, k=length - 1)) for length in shape.completion_lens()]
 
 
 def completion_ids(tokenizer: Any, text: str) -> list[int]:
@@ -155,7 +150,7 @@ def renderer_section(folder: Path, shape: Shape) -> dict[str, Any]:
         "model_path": str(folder / "editor"),
         "dtype": "float32",
         "num_steps": shape.num_steps,
-        "true_cfg_scale": shape.true_cfg_scale,
+        "true_cfg_scale": 1.0,
         "output_area_px": shape.render_px**2,
         "condition_area_px": shape.render_px**2,
         "policy_image_area_px": shape.picture_px**2,

@@ -45,7 +45,6 @@ def run(
     """Trains with TRL. `folder`: models of `toy.py`; `samples`: also sample, for its cost."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    assert shape.true_cfg_scale == 1.0, "TRL's reward function renders without guidance"
     link = Link(connection, {part: part for part in PARTS})
     TrlRun(folder, shape, api_base, tuning, samples, link).train()
 

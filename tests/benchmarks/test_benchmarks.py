@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_rounding import FORWARD_TOL
 
-from benchmarks import experiments, our_worker, report, toy, trl_tunings, trl_worker
-from benchmarks.contest import Contestant
+from benchmarks import experiments, report, toy, trl_tunings, trl_worker
 from benchmarks.experiments import OURS, PREFIXES, STOCK
-from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
-from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from rl.meter import LanguageModel
 from rl.renderers.qwen_image_edit import QwenImageEdit
@@ -115,7 +110,7 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     from tiny_world.builder.tokenizer import SYSTEM_PROMPT
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    shape = Shape(ragged=True, num_equal=2)
+    shape = Shape(ragged=True)
     row = toy.make_sample(3, shape)
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -129,9 +124,9 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     assert chat == ours
     assert len(tokenizer(template.drop_prefix).input_ids) == 64
     texts = toy.make_completions(row.instruction, shape)
-    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts)) == shape.group
     ids = [toy.completion_ids(tokenizer, text) for text in texts]
-    assert [len(one) for one in ids][2:] == shape.completion_lens()[2:]
+    assert [len(one) for one in ids] == shape.completion_lens()
     for text, one in zip(texts, ids, strict=True):
         assert tokenizer.decode(one, skip_special_tokens=True) == text
 
@@ -175,33 +170,3 @@ def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
     trl_tunings.assert_equal(gradient, expected, scale=float(expected.abs().max()))
     with pytest.raises(AssertionError, match="from plain TRL"):
         trl_tunings.assert_equal(gradient + 1, expected, scale=0.0)
-
-
-@pytest.mark.campaign
-def test_a_run_without_any_saving_has_the_same_log_probs(folder: Path) -> None:
-    """Compares the first iteration: later ones depend on the stub judge, whose scores follow the
-    last bits of the pictures."""
-    shape = Shape(
-        group=3, picture_px=112, completion_tokens=8, render_px=64, num_steps=2, true_cfg_scale=4.0
-    )
-    overrides = [override for saving in SAVINGS.values() for override in saving.overrides]
-    runs: dict[str, Any] = {
-        "with": {},
-        "without": {"without": list(SAVINGS), "overrides": overrides},
-    }
-    metrics, counts = {}, {}
-    with judge_process() as api_base:
-        for name, options in runs.items():
-            arguments = (our_worker.run, folder, shape, api_base, folder / name)
-            with Contestant(*arguments, samples=False, **options) as contestant:
-                counts[name] = contestant.iterate().counts
-            lines = (folder / name / "toy" / "metrics.jsonl").read_text().splitlines()
-            metrics[name] = json.loads(lines[1])
-    for key in ("policy/entropy", "mismatch/k1", "mismatch/k3", "tokens/trained"):
-        assert metrics["with"][key] == pytest.approx(
-            metrics["without"][key], rel=FORWARD_TOL, abs=FORWARD_TOL
-        ), key
-    assert [counts["with"][name] for name in report.COUNTS[1:4]] == [1, 1, 1]
-    assert counts["without"]["VAE encodes"] == 3
-    assert counts["without"]["pictures in the vision tower"] > 6
-    assert counts["without"]["token positions"] > 2 * counts["with"]["token positions"]
