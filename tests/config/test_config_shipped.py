@@ -117,6 +117,7 @@ def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
         if name not in clone_only  # only EARL's commands, run in a clone, name them
     ]
     assert [name for name in packed if not (site / name).is_file()] == []
+    assert not (site / "tiny_world/builder").exists(), "no run builds weights"
     for name in TINY:
         done = subprocess.run(
             [sys.executable, "-m", "rl", "check", f"configs/{name}.jsonnet"],
