@@ -21,7 +21,6 @@ from rl.api.policy import Policy
 from rl.build import PLUGIN_BASES, Resolved, RewardPlugin
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
-from rl.check.iteration_time import pool_lines, questions_per_picture
 from rl.check.memory_plan import Plan
 from rl.check.this_machine import (
     disk_line,
@@ -466,7 +465,7 @@ def report(
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
     data = check_data(resolved)
-    num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
+    num_ranks, pool = min(config.world_size, compatibility.RANKS_OF_A_NODE), config.pool
     host_gb = host_memory_gb() if has_gpus() else None
     on_host = memory_plan.host_footprint(resolved, gpu_gb, num_ranks)
     unfit = memory_problems(resolved, gpu_gb)
@@ -486,7 +485,7 @@ def report(
             _table(on_host) if on_host else ["not planned: see above"]
         ),
         **{key: _judge_lines(part) for key, part in resolved.by_judge.items()},
-        **({"render pool": pool_lines(resolved)} if config.pool else {}),
+        **({f"render pool: {pool.workers} workers, Ray at {pool.address}": []} if pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
         **changes(origin),
@@ -592,6 +591,15 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     return (
         f"{iterations} iterations of {prompts} prompts = {iterations * prompts / num_samples:.3g} "
         f"epochs of {num_samples} samples"
+    )
+
+
+def questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
+    """Judge requests about one picture of training, or also of evaluation."""
+    return sum(
+        plugin.cls.num_questions(plugin.config)
+        for plugin in resolved.rewards.values()
+        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
     )
 
 
