@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import shlex
@@ -431,23 +430,18 @@ def problems_here(
     own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
-
-    def size_of(device: str) -> float:
-        return smallest_gpu_gb(resolved, machine, num_ranks, device) or math.inf
-
     on_host = memory_plan.host_footprint(resolved, own_gb, num_ranks)
-    misfits = memory_problems(resolved, own_gb, size_of)
+    misfits = memory_problems(resolved, own_gb)
     return misfits or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
 
 def smallest_gpu_gb(
-    resolved: build.Resolved, machine: dist.Machine, num_ranks: int, device: str = "auto"
+    resolved: build.Resolved, machine: dist.Machine, num_ranks: int
 ) -> float | None:
-    """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
-    the policy's GPU); None if `device` is not a GPU."""
+    """Memory in GB of the smallest GPU of `machine` that holds a rank's policy; None if none
+    does."""
     stated = memory_plan.policy_device(resolved)
-    rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    devices = {dist.resolve_device(device, rank_device) for rank_device in rank_devices}
+    devices = {f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)}
     sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in devices)
     return min(sizes_gb, default=None)
 
@@ -649,7 +643,6 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
         device = memory_plan.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
     lines = _table(planned)
-    lines += [f"{gb:.2f} GB more on {device}" for device, gb in planned.elsewhere.items()]
     if planned.engine is not None:
         lines.append(memory_plan.engine_line(planned, gpu_gb))
         lines.append(memory_plan.residency_line(planned, gpu_gb))

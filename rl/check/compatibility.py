@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -212,6 +212,24 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
     return dist.problems(claims(resolved), rank_devices, machine=None)
 
 
+def why_not_zero3(resolved: Resolved) -> list[str]:
+    """What needs the complete weights, which ZeRO-3 shards."""
+    problems, policy = [], resolved.policy.config
+    if resolved.engine.cls.samples_with_trainer:
+        problems.append(
+            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
+            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
+        )
+    reads_base = getattr(policy, "conditioning", "policy") == "base"
+    if policy.lora is None and (resolved.config.algorithm.kl_coeff or reads_base):
+        problems.append(
+            "optimizer.zero_stage: full fine-tuning under ZeRO-3 keeps no starting weights, which "
+            "the KL term and policy.conditioning 'base' read; use 2, or set algorithm.kl_coeff=0 "
+            "and policy.conditioning=policy"
+        )
+    return problems
+
+
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
     config, algorithm = resolved.config, resolved.config.algorithm
     optimizer, checkpoint = config.optimizer, config.checkpoint
@@ -233,12 +251,8 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration "
             f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
         )
-    shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-    if shards and resolved.engine.cls.samples_with_trainer:
-        yield (
-            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
-            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
-        )
+    if optimizer.backend == "deepspeed" and optimizer.zero_stage == 3:
+        yield from why_not_zero3(resolved)
     if (config.num_iterations is None) == (config.num_epochs is None):
         given = "neither" if config.num_iterations is None else "both"
         yield f"num_iterations, num_epochs: {given} given; set one of them"
@@ -442,7 +456,7 @@ REMEDIES: Sequence[tuple[str, str, Any, tuple[Any, ...], str]] = (
     ("activations", "optimizer.gradient_checkpointing", "mlp", ("mlp", True), "a sixth slower"),
     ("activations", "optimizer.gradient_checkpointing", "true", (True,), "a third slower"),
     ("activations, kept", "optimizer.max_kept_tokens", 0, (0,), "a second forward"),
-    ("optimizer", "optimizer.zero_stage", 1, (1, 2, 3), "on several ranks"),
+    ("optimizer", "optimizer.zero_stage", 2, (1, 2, 3), "on several ranks"),
     ("backward", "optimizer.max_tokens_per_micro_batch", 1, (1,), "slower rows"),
     ("gradients", "optimizer.zero_stage", 2, (2, 3), "on several ranks"),
     ("policy weights", "optimizer.zero_stage", 3, (3,), "on several ranks"),
@@ -458,39 +472,23 @@ MIN_SHARE = 0.02
 """Share of the GPU below which a row is not named."""
 
 
-def memory_problems(
-    resolved: Resolved, gpu_gb: float, size_of: Callable[[str], float] | None = None
-) -> list[str]:
-    """Why the run does not fit its GPUs; [] also if the sizes are unknown.
-
-    `gpu_gb`: memory of the policy's GPU; `size_of`: memory of another GPU (None: `gpu_gb` for all).
-    """
-    sizes = memory_plan.gpu_sizes(resolved)
-    if sizes is None:
+def memory_problems(resolved: Resolved, gpu_gb: float) -> list[str]:
+    """Why the run does not fit the policy's GPU; [] also if the sizes are unknown."""
+    planned = memory_plan.footprint(resolved, gpu_gb)
+    if planned is None:
         return []
-    planned, engine = memory_plan.plan(sizes, gpu_gb), sizes.engine
-    problems = []
-    for device, needed_gb in planned.elsewhere.items():
-        size_gb = size_of(device) if size_of else gpu_gb
-        if device.startswith("cuda:") and needed_gb > size_gb:
-            names = [model.name for model in sizes.frozen if model.device == device]
-            problems.append(
-                f"{names[0]}.device: {' and '.join(names)} together need {needed_gb:.1f} GB of "
-                f"{device}, which has {size_gb:g}; give each a device of its own, a smaller "
-                "batch_size, or a larger GPU"
-            )
-    if engine is not None and engine.lacks_room(gpu_gb):
-        key = "gpu_memory_utilization" if engine.cache_gb is None else "kv_cache_memory_mb"
-        problems.append(
-            f"engine.{key}: the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, and "
-            f"it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
-            f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
+    engine = planned.engine
+    if engine is not None and engine.at_once <= 1:
+        key = "gpu_memory_utilization" if engine.share is not None else "kv_cache_memory_mb"
+        least_gb = engine.weights_gb + engine.workspace_gb + engine.cache_of_gb(1)
+        return [
+            f"engine.{key}: the engine takes {engine.claimed_gb:.1f} GB of {gpu_gb:g}, and it "
+            f"needs {least_gb:.1f} GB: weights ({engine.weights_gb:.1f} GB), workspace "
+            f"({engine.workspace_gb:.1f} GB) and a cache for one completion of "
             f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto and "
             "kv_cache_memory_mb=null, or use a larger GPU or a smaller policy.model_path"
-        )
-    elif planned.peak_gb > gpu_gb:
-        problems.append(_plan_problem(resolved, planned, gpu_gb))
-    return problems
+        ]
+    return [_plan_problem(resolved, planned, gpu_gb)] if planned.peak_gb > gpu_gb else []
 
 
 def engine_dtype(resolved: Resolved) -> str:
@@ -514,6 +512,8 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
         section, _, name = key.partition(".")
         if name == "zero_stage" and optimizer.backend == "torch":
             continue  # which shards nothing
+        if value == 3 and why_not_zero3(resolved):
+            continue
         if is_full_of(part) and getattr(sections[section], name, value) not in (value, *useless):
             remedies.append(f"{key}={value}" + (f" ({cost})" if cost else ""))
     for plugin in filter(lambda plugin: is_full_of(plugin.key), resolved.model_runners):
@@ -526,5 +526,6 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
     return (
         f"memory: DOES NOT FIT by {planned.peak_gb - gpu_gb:.1f} GB: {planned.peak_gb:.1f} GB of "
         f"{gpu_gb:g} in phase {phase!r} ({', '.join(map(str, rows))}); what shrinks these, the "
-        f"cheapest first: {', '.join(remedies) or 'no key'}; else larger GPUs, or a smaller model"
+        f"cheapest first: {', '.join(dict.fromkeys(remedies)) or 'no key'}; else larger GPUs, or "
+        "a smaller model"
     )
