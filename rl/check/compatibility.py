@@ -120,9 +120,7 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         )
     thought = policy.config.thought
     if thought is not None and not policy.cls.thinks:
-        suffix = ": all that it writes before its picture is its thought"
-        suffix *= "image_tokens" in emits
-        yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
+        yield f"policy.thought: policy {policy.name} does not read it; drop the key"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "

@@ -120,7 +120,7 @@ def test_what_is_odd_about_the_rows_is_a_warning(folder: Path) -> None:
     assert holds(unread, "no row has 'target_image', and nothing reads 'target' ... columns.target")
     assert warnings_of(targets, source={"columns": {"target": "target"}}) == []
     text, code = check_report.report(resolved_of(folder, targets, GOOD).config, 80)
-    assert code == 0 and text.endswith("nothing is wrong; 2 warnings above")
+    assert code == 0 and text.endswith("nothing is wrong; warnings above: 2")
 
 
 def test_what_was_not_read_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFi
         "forwards ... 5000 tokens ... 4096",  # 2048 + 8 x 256
         "kept for backward ... 4096 tokens ... optimizer.updates_per_iteration",
         "3 iterations of 4 prompts = 6 epochs of 2 samples",
-        "160 questions an iteration ... 9600 an hour ... 20 in flight ... 6 tries",
+        "160 questions an iteration ... 20 in flight ... 6 tries",
         "memory per GPU, against 80 GB",
         "nothing is wrong",
     ):
