@@ -20,7 +20,7 @@ from rl.api.policy import Policy
 from rl.build import PLUGIN_BASES, Resolved
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
-from rl.check.memory_plan import Plan
+from rl.check.memory_plan import PHASES, Plan
 from rl.check.this_machine import (
     disk_line,
     has_gpus,
@@ -450,7 +450,9 @@ def report(
         "data": data.lines,
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
         f"host memory of a machine with {num_ranks} ranks": (
-            _table(on_host) if on_host else ["not planned: see above"]
+            [f"{part:<30} {gb:.1f} GB" for part, gb in on_host.items()]
+            if on_host
+            else ["not planned: see above"]
         ),
         **{key: _judge_lines(part) for key, part in resolved.by_judge.items()},
         **({f"render pool: {pool.workers} workers, Ray at {pool.address}": []} if pool else {}),
@@ -625,11 +627,11 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
-    table = [["GB", *planned.phases]]
+    table = [["GB", *PHASES]]
     for row in planned.rows:
         gb = f"{row.gb:.1f}"
-        table.append([row.part, *(gb if phase in row.phases else "" for phase in planned.phases)])
-    table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in planned.phases)])
+        table.append([row.part, *(gb if phase in row.phases else "" for phase in PHASES)])
+    table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in PHASES)])
     width = max(len(row.part) for row in planned.rows)
     return [f"{part:<{width}}" + "".join(f"{cell:>11}" for cell in cells) for part, *cells in table]
 

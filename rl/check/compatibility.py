@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,10 +141,9 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
         for need in sorted(needs - {"text", "image"}):
             provided = need if need in READABLE else f"hidden:{need}"
             if lacking := _sources_without(resolved, provided):
-                match = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
                 yield (
                     f"{plugin.key}: needs each sample's {need!r}, which {lacking} does not have; "
-                    "map a column to it" + (f", or is {match!r} meant?" if match else "")
+                    "map a column to it"
                 )
     for part in resolved.by_judge.values():
         for plugin in part.rewards.values():
@@ -326,7 +324,6 @@ HARMLESS = (
     "policy.max_kept_pictures",
     "policy.lora.init_seed",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
-    "*.device",  # but see `check_resume`
 )  # fmt: skip
 
 SCHEDULE = (
@@ -343,7 +340,7 @@ NOTED = (
     # prompts into steps, so with another world_size a step has other groups.)
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size", "*.max_memory_gb",
     "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens", "bare_arm",
-    "policy.attn_implementation", "engine.*",
+    "policy.attn_implementation", "engine.*", "*.device",
     # Changed to get past what stopped the run: a sample, row or question that was too long, or a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
@@ -379,8 +376,6 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         before = old_flat.get(key, VALUES_OF_OLD_RUNS.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
         consequence = effect(key, new)
-        if consequence == "harmless" and key.endswith(".device") and "cpu" in (before, after):
-            consequence = "noted"  # other kernels
         if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
             # 'drop' and 'kl_only' differ only in a KL term.
             consequence = consequence if new_flat.get("algorithm.kl_coeff") else "harmless"
@@ -411,8 +406,7 @@ def _held_out_only(config: Mapping[str, Any]) -> set[str]:
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
     """The effect of resuming with another value of `key` (dotted, list items by number). `config`:
-    the resolved new one. For a device key: another device of the same kind."""
-
+    the resolved new one."""
     judge = config.get("judge", {})
     if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
         return "harmless"  # no judge is asked

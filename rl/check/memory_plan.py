@@ -45,8 +45,6 @@ LARGE_GPU_GB = 70 * 2**30 / 1e9
 CACHE_BLOCK = 16
 """Tokens per block of vLLM's cache on CUDA."""
 
-HOST_PHASES = ("start", "run", "save")
-"""start: moves models to the GPU; run: iterations; save: gathers a checkpoint, engine asleep."""
 PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
@@ -276,7 +274,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """All items in one memory, a GPU's or the host's; `total_gb` sums them per phase."""
+    """All items in a GPU's memory; `total_gb` sums them per phase."""
 
     rows: Sequence[Row]
     engine: InferenceEngine | None = None
@@ -285,7 +283,6 @@ class Plan:
     """The peak if the engine keeps its memory in all phases."""
     engine_stays: bool = True
     """Whether it does."""
-    phases: Sequence[str] = PHASES
 
     def total_gb(self, phase: str) -> float:
         """Sum of the rows of `phase`."""
@@ -294,11 +291,11 @@ class Plan:
     @property
     def peak_gb(self) -> float:
         """The largest sum of any phase."""
-        return max(map(self.total_gb, self.phases))
+        return max(map(self.total_gb, PHASES))
 
     def fullest(self) -> tuple[str, list[Row]]:
         """(the phase with the largest sum, its rows, the largest first)."""
-        phase = max(self.phases, key=self.total_gb)
+        phase = max(PHASES, key=self.total_gb)
         rows = [row for row in self.rows if phase in row.phases]
         return phase, sorted(rows, key=lambda row: -row.gb)
 
@@ -408,45 +405,44 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     return rows
 
 
-def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> Plan:
-    """Host memory of one node with `num_ranks` ranks, including the run's first rank; the page
-    cache, which the kernel can reclaim, is left out."""
-    after_start = ("run", "save")
-    frozen_gb = sizes.host_shared_gb + num_ranks * sizes.host_copied_gb
-    rows = [Row("processes", num_ranks * PROCESS_GB, HOST_PHASES)]
-    if frozen_gb:
-        rows.append(Row("models, not on the GPU", frozen_gb, HOST_PHASES))
+def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> dict[str, float]:
+    """Part -> GB of the host memory of one node with `num_ranks` ranks, including the run's first
+    rank, while it saves; the page cache, which the kernel can reclaim, is left out."""
+    parts = {"processes": num_ranks * PROCESS_GB}
+    if frozen_gb := sizes.host_shared_gb + num_ranks * sizes.host_copied_gb:
+        parts["models, not on the GPU"] = frozen_gb
     if on_gpu.engine is not None and not on_gpu.engine_stays:
-        asleep_gb = on_gpu.engine.weights_gb
+        asleep_gb = num_ranks * on_gpu.engine.weights_gb
         if PINNED_SETTING not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
             asleep_gb *= PINNED_FACTOR
-        rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
+        parts["engine asleep, pinned"] = asleep_gb
     if sizes.reads_reference:
-        rows.append(Row("reference weights", num_ranks * sizes.weights_gb, after_start))
+        parts["reference weights"] = num_ranks * sizes.weights_gb
     gathered_gb = sizes.trained_params * 12 / 1e9
     if gathered_gb <= HELD_STATE_GB:
-        held_gb = (num_ranks * 2 + 1) * gathered_gb
-        rows.append(Row("last finished iteration", held_gb, after_start))
+        parts["last finished iteration"] = (num_ranks * 2 + 1) * gathered_gb
     else:
-        rows.append(Row("checkpoint: weights, moments", gathered_gb, ("save",)))
-    return Plan(rows, phases=HOST_PHASES)
+        parts["checkpoint: weights, moments"] = gathered_gb
+    return parts
 
 
-def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | None) -> list[str]:
+def host_problems(
+    parts: Mapping[str, float] | None, num_ranks: int, available_gb: float | None
+) -> list[str]:
     """Why the plan does not fit into `available_gb`; [] if it does, or a size is unknown."""
-    if planned is None or available_gb is None or planned.peak_gb <= available_gb:
+    needed_gb = sum((parts or {}).values())
+    if parts is None or available_gb is None or needed_gb <= available_gb:
         return []
-    phase, rows = planned.fullest()
-    parts = ", ".join(map(str, rows))
+    listed = ", ".join(f"{part} {gb:.1f}" for part, gb in parts.items())
     remedy = "use fewer ranks, or a machine with more memory"
-    if "engine asleep" in parts:
+    if "engine asleep, pinned" in parts:
         remedy += (
             f"; PYTORCH_ALLOC_CONF={PINNED_SETTING}:1 pins only as much as the engine's weights, "
             "but at every sleep anew; if the GPU has room, engine.residency=resident pins nothing"
         )
     return [
-        f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} for {num_ranks} ranks "
-        f"({parts}), but this machine or container has {available_gb:.1f}; {remedy}"
+        f"host memory: {needed_gb:.1f} GB for {num_ranks} ranks ({listed}), but this machine or "
+        f"container has {available_gb:.1f}; {remedy}"
     ]
 
 
@@ -467,7 +463,7 @@ def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | Non
     return None if rank_sizes is None else plan(rank_sizes, gpu_gb)
 
 
-def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | None:
+def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> dict[str, float] | None:
     """The plan for the host memory of a machine with `num_ranks` ranks; None as in `footprint`."""
     on_gpu, rank_sizes = footprint(resolved, gpu_gb), sizes(resolved)
     if on_gpu is None or rank_sizes is None:
@@ -489,8 +485,8 @@ def unknowns(resolved: Resolved) -> list[str]:
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
-            source = "".join(f" of {path!r}" for path in plugin.paths[:1] if path)
-            problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
+            paths = ", ".join(filter(None, plugin.paths[:1]))
+            problems.append(f"{plugin.key}: {plugin.name} does not know the size of {paths!r}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         problems.append(
             "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "

@@ -565,28 +565,21 @@ def verdict(resolved: Resolved) -> Verdict:
     file, limits = file_of(resolved.config), resolved.config.judge
     try:
         entry = entries(file).get(key_of(identity(resolved)), {})
-    except ValueError as error:
-        return Verdict(False, str(error))
-    try:
         if "audits" not in entry:
             return Verdict(None, f"the judge has not been audited (no entry in {file})")
         audits = TypeAdapter(list[RewardAudit]).validate_python(entry["audits"])
         day = entry["date"][:10]
     except (LookupError, TypeError, ValueError) as error:
         return Verdict(False, DAMAGED.format(file, error))
-    failures, doubts = [], []
-    for audit in audits:
-        failed, doubted = decided(audit, limits)
-        failures += [f"{audit.reward}: {text}" for text in failed]
-        doubts += [f"{audit.reward}: {text}" for text in doubted]
+    decisions = [(audit.reward, *decided(audit, limits)) for audit in audits]
+    failures = [f"{reward}: {text}" for reward, texts, _ in decisions for text in texts]
+    doubts = [f"{reward}: {text}" for reward, _, texts in decisions for text in texts]
     if not failures and not doubts:
         return Verdict(True, f"the judge passed its audit of {day}")
     what = f"the judge failed its audit of {day}"
     if not failures:
         what = f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)"
-    texts = failures or doubts
-    more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
-    return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
+    return Verdict(False, f"{what}: {'; '.join(failures or doubts)}")
 
 
 def judge_passed(
