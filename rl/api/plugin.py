@@ -192,7 +192,7 @@ class ModelRunner(RunPlugin[ConfigT]):
 
     runs_model: ClassVar[bool] = False
     """Whether creating the plugin loads a model or calls another service; if not (and it asks no
-    judge), it is tried on made-up inputs before a run starts."""
+    judge), a reward is tried on made-up inputs before a run starts."""
 
     @classmethod
     def cost(cls, config: ConfigT) -> ModelCost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -31,7 +30,7 @@ from rl.check.this_machine import (
     machine_problems,
 )
 from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems
-from rl.config.loading import FOLDER, GONE, base_of, escaped, evaluate, find_config, not_a_file
+from rl.config.loading import FOLDER, GONE, base_of, evaluate, find_config, not_a_file
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
@@ -43,7 +42,7 @@ from rl.config.schema import (
     listed,
 )
 from rl.judge.http import resolve_api_bases
-from rl.printing import excerpt, remember, scrub, scrubbed
+from rl.printing import excerpt, remember, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint
 from rl.record.checkpoint import read_state
@@ -120,13 +119,6 @@ def doubtful(resolved: Resolved) -> list[str]:
                 "with wrong weights is not noticed. Use "
                 f"{SamplingConfig.model_fields[key].default} (off)"
             )
-    for key, part in resolved.by_judge.items():
-        is_second = not any(plugin.trains for plugin in part.rewards.values())
-        if key != "judge" and is_second and part.config.judge.model == resolved.config.judge.model:
-            problems.append(
-                f"{key}.model: {part.config.judge.model!r} is the run's judge, with the same blind "
-                "spots. Use a model of another family"
-            )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "
@@ -196,13 +188,12 @@ def _problem(path: Path, problem: str) -> list[str]:
     return [f"base_exp_dir: {excerpt(str(path), 300)} {problem}"]
 
 
-# ---- what changes --------------------------------------------------------------------------------
-# What a config changes of the file that it imports, and what it drops of it by mistake.
+# ---- dropped -------------------------------------------------------------------------------------
+# What a config drops by mistake of the file that it imports.
 
 Values = Mapping[str, Any]
-MAX_CHARS = 34
 NAMES = ("run_name", "base_exp_dir")
-"""The report's first line has them."""
+"""Keys that every config sets, and that the imported file may lack."""
 BY_NAME = ("rewards", "weights")
 """Their keys are names of rewards; others are no mistake."""
 
@@ -229,22 +220,6 @@ def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
         return UNKNOWN
     name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
     return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
-
-
-def changes(origin: Origin) -> dict[str, list[str]]:
-    """Title -> 'key: value (was value)' for all that differs from the imported file or, without
-    one, from the defaults; {} if nothing does."""
-    base = dict(leaves(origin.base))
-    lines = []
-    for key, value in leaves(origin.own):
-        if value != base.get(key, ...) and key not in NAMES:
-            was = f" (was {_text(base[key])})" if key in base else ""
-            lines.append(f"{key}: {_text(value)}{was}")
-    return {f"differs from {origin.name}": lines} if lines else {}
-
-
-def _text(value: Any) -> str:
-    return escaped(scrub(json.dumps(value)), MAX_CHARS)  # half a secret would not be known
 
 
 def dropped(origin: Origin, resolved: Resolved | None = None) -> dict[str, str]:
@@ -458,7 +433,6 @@ def report(
         **({f"render pool: {pool.workers} workers, Ray at {pool.address}": []} if pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
-        **changes(origin),
     }
     warnings = remarks(resolved, data, origin)
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]

@@ -22,9 +22,8 @@ from rl.api import find
 from rl.api.judge import Answer, Question
 from rl.api.loss import Denominators, LossInputs, terms_problem
 from rl.api.plugin import Resources
-from rl.api.renderer import drawn_problem
 from rl.api.reward import Reward
-from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.config.loading import read_bytes
@@ -51,18 +50,14 @@ ROWS = ((3, 1.0), (1, -0.5))
 def dry_problems(resolved: Resolved) -> list[str]:
     """A message for each plugin that raises an error or returns something unusable.
 
-    Called are rewards and renderers that ask no judge and load no model, and losses. Rewards that
-    read hidden keys and renderers that read hidden states are left out: the keys and the width of
-    the states are unknown.
+    Called are rewards that ask no judge and load no model, and losses. Rewards that read hidden
+    keys are left out: the keys are unknown.
     """
     problems, inputs = [], made_up_input(resolved)
     for plugin in resolved.rewards.values():
         is_light = not (plugin.cls.needs_judge or plugin.cls.runs_model)
         if is_light and not plugin.cls.needs_with(plugin.config) - READABLE:
             problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
-    renderer = resolved.renderer
-    if not renderer.cls.runs_model and renderer.cls.accepts != "hidden_states":
-        problems += _renderer_problems(renderer, inputs.sample)
     return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 
@@ -84,11 +79,7 @@ async def grade_once(
         return None, wrong
     if not output.traceback:
         return output, []
-    pictures = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
-    sample = f"a made-up sample with {pictures or 'no pictures'}"
-    if inputs.image is None:
-        sample += " and nothing rendered"
-    return None, [f"{plugin.key}: on {sample}, {plugin.name} {output.failure}"]
+    return None, [f"{plugin.key}: on a made-up sample, {plugin.name} {output.failure}"]
 
 
 def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInput:
@@ -108,33 +99,6 @@ def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInp
     )
     makes_images = resolved.renderer.cls.makes_images
     return RewardInput(sample, "a red square on a white floor", picture if makes_images else None)
-
-
-def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
-    payload: Any = "a red square"
-    if plugin.cls.accepts == "image_tokens":
-        import numpy as np
-
-        payload = np.zeros((4, 4), np.int32)
-    jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
-
-    def draw() -> list[Any]:
-        renderer = plugin.cls(plugin.config, Resources(None, "cpu"))
-        outcomes = list(renderer.render(jobs))
-        renderer.close()
-        return outcomes
-
-    label = f"{plugin.key}: on made-up jobs, {plugin.name}"
-    outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
-    if outcomes is None:
-        return wrong
-    waiting = {0, 1}
-    for outcome in outcomes:
-        if problem := drawn_problem(outcome, waiting, plugin.cls.makes_images):
-            return [f"{plugin.key}: {plugin.name} {problem}"]
-        waiting.remove(outcome[0])
-    lost = f"{plugin.key}: {plugin.name} yields no picture for jobs {sorted(waiting)} of 0, 1"
-    return [lost] if waiting else []
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
