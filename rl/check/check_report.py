@@ -290,7 +290,6 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
     and are opened quickly, with at most `MAX_OPENED` pictures each."""
     report = DataReport()
     rules = build.row_rules(resolved, None if is_start else MAX_OPENED)
-    contents: dict[str, Sequence[int]] = {}
     plugins = [*resolved.train, *resolved.validation]
     for plugin in sorted(plugins, key=lambda plugin: not plugin.cls.is_here(plugin.config)):
         if not plugin.cls.is_here(plugin.config) and (not is_start or report.problems):
@@ -310,27 +309,9 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
-        contents[plugin.key] = findings.contents
         label = f"{plugin.key}: closing {plugin.name}"
         report.problems += find.attempt(label, plugin.cls.close, source.close)[1]
-    report.warnings += _repeated(resolved, contents)
     return report
-
-
-def _repeated(resolved: Resolved, contents: Mapping[str, Sequence[int]]) -> list[str]:
-    """A warning for each held-out source with rows that are also trained on."""
-    warnings = []
-    for held_out in resolved.validation:
-        rows = contents.get(held_out.key, ())
-        distinct = set(rows)
-        for trained in resolved.train:
-            shared = distinct.intersection(contents.get(trained.key, ()))
-            if num := sum(content in shared for content in rows):
-                warnings.append(
-                    f"{held_out.key}: {num} of its {len(rows)} rows are also in {trained.key}, so "
-                    "that their scores say little about other rows"
-                )
-    return warnings
 
 
 # ---- check report --------------------------------------------------------------------------------

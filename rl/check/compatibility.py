@@ -14,7 +14,7 @@ from rl.api.plugin import SavesMemory
 from rl.build import Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import Plan
-from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, changed
+from rl.config.schema import MAX_EPISODES, RAY_MISSING, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.ranks import dist
@@ -176,23 +176,16 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
 
 def _judge_problems(resolved: Resolved) -> Iterable[str]:
     for key, part in resolved.by_judge.items():
+        judge, prefix = part.config.judge, key.removesuffix("judge")
         if part.needs_judge:
-            prefix = key.removesuffix("judge")
-            yield from (f"{prefix}{text}" for text in _endpoint_problems(part.config.judge))
-
-
-def _endpoint_problems(judge: JudgeConfig) -> Iterable[str]:
-    try:
-        if judge.start_command:
-            yield from start_problems(judge)
-        else:
-            resolve_api_bases(judge.api_base)
-    except ValueError as error:
-        yield str(error)
-    try:
-        auth_header(judge.api_key_env)
-    except ValueError as error:
-        yield str(error)
+            try:
+                if judge.start_command:
+                    yield from (f"{prefix}{text}" for text in start_problems(judge))
+                else:
+                    resolve_api_bases(judge.api_base)
+                auth_header(judge.api_key_env)
+            except ValueError as error:
+                yield f"{prefix}{error}"
 
 
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
@@ -254,11 +247,9 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
         yield f"num_iterations, num_epochs: {given} given; set one of them"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
-        below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
-        multiples = f"{below} or {above}" if below else f"{above}"
         yield (
             f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
-            f"(world_size); use {multiples}"
+            f"(world_size); use a multiple of {ranks}"
         )
     elif optimizer.updates_per_iteration > prompts // ranks:
         yield (

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -37,7 +36,7 @@ from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 # ---- dry run -------------------------------------------------------------------------------------
 # Runs plugins once on made-up inputs, before any model is loaded.
@@ -82,12 +81,12 @@ async def grade_once(
     return None, [f"{plugin.key}: on a made-up sample, {plugin.name} {output.failure}"]
 
 
-def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInput:
-    """A reward's input with the fields that every data source provides; its pictures are `picture`
-    (None: a gradient)."""
+def made_up_input(resolved: Resolved, side_px: int = SIDE_PX) -> RewardInput:
+    """A reward's input with the fields that every data source provides; its pictures are a gradient
+    with sides of `side_px`."""
     from PIL.Image import linear_gradient
 
-    picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
+    picture = linear_gradient("L").resize((side_px, side_px)).convert("RGB")
     sources = [*resolved.train, *resolved.validation]
     columns = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
@@ -307,13 +306,9 @@ class _RecordingJudge:
 
 
 def _reward_input(resolved: Resolved, sample: Sample | None, num_sources: int) -> RewardInput:
-    """The input to grade. Without a `sample`, it has `num_sources` sources of noise in the largest
-    size that the judge gets: noise takes about as many PNG bytes as a photo."""
-    from PIL import Image
-
-    side_px = resolved.config.judge.image_side_px
-    pixels = random.Random(0).randbytes(side_px * side_px)
-    fake = made_up_input(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
+    """The input to grade. Without a `sample`, it has `num_sources` sources in the largest size that
+    the judge gets."""
+    fake = made_up_input(resolved, resolved.config.judge.image_side_px)
     if sample is None:
         return replace(fake, sample=replace(fake.sample, sources=fake.sample.sources * num_sources))
     sources = sample.sources or fake.sample.sources

@@ -43,7 +43,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "vllm", "max_model_length": 64}},
      "engine.max_model_length: ... 'max_model_len'"),
     ({"policy": QWEN | {"lora": {"alfa": 3}}}, "policy.lora.alfa: ... 'alpha'"),
-    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... 3 or 6"),
+    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... multiple of 3"),
     ({"renderer": {"type": "qwen_image_edt"}},
      "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
     ({"engine": {}}, "engine.type: ... missing ... transformers, vllm"),
