@@ -240,8 +240,8 @@ class Sizes:
     """Largest number of tokens whose forwards are kept for the backward."""
     all_kept: bool
     """Whether all forwards are kept, so that the learner runs no forward of its own."""
-    prompt_tokens: int
-    completion_tokens: int
+    longest_tokens: int
+    """Longest prompt + completion."""
     num_completions: int
     """Completions of one iteration on this rank."""
     checkpointing: Recompute
@@ -336,7 +336,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     if sizes.judge_share:
         rows.append(Row("judge", sizes.judge_share * gpu_gb, PHASES))
     if sizes.engine is None:
-        num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
+        num_tokens = sizes.num_completions * sizes.longest_tokens
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
         return Plan([*rows, Row("key-value cache", cache_gb, ("generate",))])
     others, residency = Plan(rows), sizes.engine.residency
@@ -557,10 +557,10 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
     if model is None:
         return None
     lora = policy.lora
-    prompt, completion = int(policy.max_prompt_tokens), config.sampling.max_completion_tokens
+    longest = int(policy.max_prompt_tokens) + config.sampling.max_completion_tokens
     kept, limiting_key = kept_tokens(resolved)
     # A completion that is longer than the token budget is a row of its own.
-    longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
+    longest_row = max(optimizer.max_tokens_per_micro_batch, longest)
     prompts = config.prompts_per_iteration // config.world_size
     return Sizes(
         model=model,
@@ -572,11 +572,10 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         forward_tokens=min(longest_row, iteration_tokens(resolved)),
         kept_tokens=kept,
         all_kept=not limiting_key,
-        prompt_tokens=prompt,
-        completion_tokens=completion,
+        longest_tokens=longest,
         num_completions=prompts * config.generations_per_prompt,
         checkpointing=optimizer.gradient_checkpointing,
-        engine=_engine(resolved, model, prompt + completion),
+        engine=_engine(resolved, model, longest),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
         conditioning=_conditioning(resolved),
         judge_share=judge_share(resolved) or 0.0,
