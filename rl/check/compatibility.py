@@ -53,8 +53,6 @@ def _pool_problems(resolved: Resolved) -> Iterable[str]:
         return
     if find_spec("ray") is None:
         yield RAY_MISSING
-    if (num_gpus := resolved.config.pool.num_gpus) > 1 and num_gpus % 1:
-        yield f"render_pool.num_gpus: {num_gpus:g}; Ray takes whole numbers above 1"
     if not resolved.renderer.cls.makes_images:
         yield f"render_pool: renderer {resolved.renderer.name} draws nothing; drop render_pool"
 
