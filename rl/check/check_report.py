@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,11 +71,7 @@ def no_effect(resolved: Resolved) -> list[str]:
     kept, why_not_kept = memory_plan.kept_tokens(resolved)
     if not kept and optimizer.max_kept_tokens:
         problems.append(f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})")
-    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
     for reward in resolved.rewards.values():
-        if reward.keys.held_out_only and not is_evaluated:
-            text = "nothing is evaluated, so the reward grades nothing"
-            problems.append(f"{reward.key}.held_out_only: {text}")
         if reward.keys.judge is not None and not reward.cls.needs_judge:
             problems.append(f"{reward.key}.judge: reward {reward.name} asks no judge")
     for plugin in resolved.plugins:
@@ -532,8 +527,6 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     training = config.prompts_per_iteration * pictures * per_picture
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
     lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
-    if judge.start_command:
-        lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
         f"{name}: {plugin.name}, {plugin.cls.num_questions(plugin.config)} questions a picture"
         for name, plugin in resolved.rewards.items()

@@ -59,7 +59,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
     ("quickstart", [SECOND], []),
     ("quickstart", [SECOND, "evaluation.every_n_iterations=0"],
-     ["data.validation", "rewards.second.held_out_only"]),
+     ["data.validation"]),
     ("tiny_prompts", ['rewards.clip.judge={"model": "b"}'], ["rewards.clip.judge"]),
     ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
     ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
