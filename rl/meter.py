@@ -134,15 +134,6 @@ def prefix_tree_pairs(prompt_len: int, completion_lens: Sequence[int]) -> int:
     return prompt_len * (prompt_len + 1) // 2 + prompt_len * sum(completion_lens) + within
 
 
-def denoising_flops(
-    params: float, num_layers: int, width: int, num_tokens: float, num_keys: float
-) -> float:
-    """FLOPs of one row in one step of a diffusion transformer: each of `num_tokens` tokens passes
-    `params` weights and, in each of `num_layers` layers, attends to `num_keys` tokens. The VAE is
-    left out (at most 4% of a picture in few steps)."""
-    return num_tokens * (2.0 * params + 4.0 * num_layers * width * num_keys)
-
-
 # ---- device --------------------------------------------------------------------------------------
 # Measures time and peak memory on a device, and how fast it multiplies matrices.
 

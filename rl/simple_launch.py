@@ -58,7 +58,7 @@ CHECK_MARKS = {
     r"^replaced without \+.*": "yellow",
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
     "^nothing is wrong$|^no mistake found.*above\\)$": "bold green",
-    "^nothing is wrong; .*|^no mistake found.* warnings? above$": "bold yellow",
+    "^nothing is wrong; .*|^no mistake found.* warnings above: .*": "bold yellow",
 }
 SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 """Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""

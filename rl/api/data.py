@@ -67,8 +67,6 @@ class Findings:
     """What is probably a mistake."""
     unread: Sequence[str] = ()
     """What was not looked at."""
-    contents: Sequence[int] = ()
-    """A hash of each row's instruction and source pictures, which only this process can compare."""
     checked: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """For `RowRules.checked` of another process."""
     most_pictures: int = 1

@@ -174,7 +174,7 @@ class RunPlugin(PluginBase[ConfigT]):
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a frozen model takes, for the plans of memory and time that `rl check` makes."""
+    """What a frozen model takes, for `rl check`'s plan of memory."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """Part of the model -> number of weights on the device; {}: unknown, or no model."""
@@ -184,9 +184,6 @@ class ModelCost:
     """Number of weights that stay in host memory instead."""
     host_shared: bool = True
     """Whether the ranks of a machine share those as pages of one file."""
-    picture_flops: float | None = None
-    """A renderer's operations (a multiply-add is two) for one picture from one source; None:
-    unknown."""
 
 
 class ModelRunner(RunPlugin[ConfigT]):
@@ -195,7 +192,7 @@ class ModelRunner(RunPlugin[ConfigT]):
 
     runs_model: ClassVar[bool] = False
     """Whether creating the plugin loads a model or calls another service; if not (and it asks no
-    judge), it is tried on made-up inputs before a run starts."""
+    judge), a reward is tried on made-up inputs before a run starts."""
 
     @classmethod
     def cost(cls, config: ConfigT) -> ModelCost:

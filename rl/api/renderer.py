@@ -22,8 +22,6 @@ class Renderer(ModelRunner[ConfigT]):
     """Which hidden states it reads, if any: those after or before the policy's final norm."""
     makes_images: ClassVar[bool] = True
     """False: it draws no picture, and rewards read only the completion."""
-    runs_model: ClassVar[bool] = True
-    """False: constructing it loads no model, so it is tested on made-up jobs before a run."""
     needs_source: ClassVar[bool] = False
     """True: it edits, and a run whose data has no source pictures is refused."""
     reads_transparency: ClassVar[bool] = False

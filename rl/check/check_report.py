@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import os
 import re
-import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,10 @@ from rl import build
 from rl.api import find
 from rl.api.find import misspelt
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved, RewardPlugin
+from rl.build import PLUGIN_BASES, Resolved
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
-from rl.check.iteration_time import pool_lines, questions_per_picture
-from rl.check.memory_plan import Plan
+from rl.check.memory_plan import PHASES, Plan
 from rl.check.this_machine import (
     disk_line,
     has_gpus,
@@ -33,11 +29,10 @@ from rl.check.this_machine import (
     machine_problems,
 )
 from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems
-from rl.config.loading import FOLDER, GONE, base_of, escaped, evaluate, find_config, not_a_file
+from rl.config.loading import FOLDER, GONE, base_of, evaluate, find_config, not_a_file
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
-    JudgeConfig,
     RunConfig,
     SamplingConfig,
     Section,
@@ -46,7 +41,7 @@ from rl.config.schema import (
     listed,
 )
 from rl.judge.http import resolve_api_bases
-from rl.printing import excerpt, remember, scrub, scrubbed
+from rl.printing import excerpt, remember, scrubbed
 from rl.ranks import dist
 from rl.record.checkpoint import find as find_checkpoint
 from rl.record.checkpoint import read_state
@@ -76,13 +71,9 @@ def no_effect(resolved: Resolved) -> list[str]:
     kept, why_not_kept = memory_plan.kept_tokens(resolved)
     if not kept and optimizer.max_kept_tokens:
         problems.append(f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})")
-    is_evaluated = config.data.validation and config.evaluation.every_n_iterations
     for reward in resolved.rewards.values():
-        if reward.keys.held_out_only and not is_evaluated:
-            text = "nothing is evaluated, so the reward grades nothing"
-            problems.append(f"{reward.key}.held_out_only: {text}")
-        if reward.keys.judge is not None:
-            problems += _own_judge(reward, reward.keys.judge)
+        if reward.keys.judge is not None and not reward.cls.needs_judge:
+            problems.append(f"{reward.key}.judge: reward {reward.name} asks no judge")
     for plugin in resolved.plugins:
         problems += unread(plugin.config, facts, f"{plugin.key}.")
         base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
@@ -110,44 +101,19 @@ def unread(
             yield f"{at}{key}: {reason}"
 
 
-def _own_judge(plugin: RewardPlugin, judge: JudgeConfig) -> Iterator[str]:
-    """The keys of a reward's own judge that nothing reads."""
-    for key in changed(judge):
-        at = f"{plugin.key}.judge.{key}"
-        if not plugin.cls.needs_judge:
-            yield f"{at}: reward {plugin.name} asks no judge"
-        elif key in ("max_failure_rate", "unreadable"):
-            yield f"{at}: the run's judge has the limits"
-        elif plugin.keys.held_out_only and key.startswith(("audit", "attack")):
-            yield f"{at}: a start audits judges that train"
-
-
 def doubtful(resolved: Resolved) -> list[str]:
     """'key: why' for each key that is valid but probably does not do what the user means."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
-    cuts_tokens = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
-    problems = [
-        f"sampling.{key}: {getattr(sampling, key):g} removes tokens, so the engine's log-probs are "
-        "of the truncated distribution, the trainer's of the full one: every importance weight is "
-        "below 1, mismatch/* measures the truncation, and an engine with wrong weights is not "
-        f"noticed. Use {SamplingConfig.model_fields[key].default} (off)"
-        for key, cuts in cuts_tokens.items()
-        if cuts
-    ]
-    for key, part in resolved.by_judge.items():
-        is_second = not any(plugin.trains for plugin in part.rewards.values())
-        if key != "judge" and is_second and part.config.judge.model == resolved.config.judge.model:
+    problems = []
+    for key, cuts in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k > 0)):
+        if cuts:
             problems.append(
-                f"{key}.model: {part.config.judge.model!r} is the run's judge, with the same blind "
-                "spots. Use a model of another family"
+                f"sampling.{key}: {getattr(sampling, key):g} removes tokens, so the engine's "
+                "log-probs are of the truncated distribution, the trainer's of the full one: every "
+                "importance weight is below 1, mismatch/* measures the truncation, and an engine "
+                "with wrong weights is not noticed. Use "
+                f"{SamplingConfig.model_fields[key].default} (off)"
             )
-    checkpoint = resolved.config.checkpoint
-    if checkpoint.keep_every_n_iterations % checkpoint.save_every_n_iterations:
-        problems.append(
-            f"checkpoint.keep_every_n_iterations: {checkpoint.keep_every_n_iterations} is no "
-            f"multiple of save_every_n_iterations ({checkpoint.save_every_n_iterations}), so few "
-            "of these checkpoints exist"
-        )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "
@@ -217,13 +183,12 @@ def _problem(path: Path, problem: str) -> list[str]:
     return [f"base_exp_dir: {excerpt(str(path), 300)} {problem}"]
 
 
-# ---- what changes --------------------------------------------------------------------------------
-# What a config changes of the file that it imports, and what it drops of it by mistake.
+# ---- dropped -------------------------------------------------------------------------------------
+# What a config drops by mistake of the file that it imports.
 
 Values = Mapping[str, Any]
-MAX_LINES, MAX_CHARS, MAX_DROPPED = 40, 78, 3
 NAMES = ("run_name", "base_exp_dir")
-"""The report's first line has them."""
+"""Keys that every config sets, and that the imported file may lack."""
 BY_NAME = ("rewards", "weights")
 """Their keys are names of rewards; others are no mistake."""
 
@@ -252,47 +217,31 @@ def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
     return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
 
 
-def changes(origin: Origin) -> dict[str, list[str]]:
-    """Title -> 'key: value (was value)' for all that differs from the imported file or, without
-    one, from the defaults; {} if nothing does."""
-    base = dict(leaves(origin.base))
-    lines = []
-    for key, value in leaves(origin.own):
-        if value != base.get(key, ...) and key not in NAMES:
-            max_chars = (MAX_CHARS - len(key)) // (1 + (key in base))
-            was = f" (was {_text(base[key], max_chars)})" if key in base else ""
-            lines.append(f"{key}: {_text(value, max_chars)}{was}")
-    more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
-    return {f"differs from {origin.name}": [*lines[:MAX_LINES], *more]} if lines else {}
-
-
-def dropped(resolved: Resolved, origin: Origin) -> list[str]:
-    """'section: what it drops of the imported file' for each section replaced without `+`."""
-    now = dict(leaves(resolved.config.model_dump(mode="json")))
-    for plugin in resolved.plugins:
-        now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
-    lines = []
+def dropped(origin: Origin, resolved: Resolved | None = None) -> dict[str, str]:
+    """Section -> what it drops of the imported file, and how to keep it, for each section that is
+    replaced without `+`. Given `resolved`, what it has nevertheless, by default, is left out."""
+    now = {}
+    if resolved is not None:
+        now = dict(leaves(resolved.config.model_dump(mode="json")))
+        for plugin in resolved.plugins:
+            now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
+    texts = {}
     for section, lost in _replaced(origin.own, origin.base, origin.text):
-        texts = [
-            f"{key} {_text(value, MAX_CHARS // 3)}"
-            for key, value in lost.items()
-            if value != now.get(f"{section}.{key}", ...)
-        ]
-        if texts:
-            more = [f"{len(texts) - MAX_DROPPED} more"] if len(texts) > MAX_DROPPED else []
-            listed = ", ".join([*texts[:MAX_DROPPED], *more])
-            lines.append(f"{section}: drops {listed}; {_remedy(section)} to keep them")
-    return lines
+        keys = [key for key, value in lost.items() if value != now.get(f"{section}.{key}", ...)]
+        if keys:
+            parts = section.split(".")
+            keep = f"{'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
+            texts[section] = f"drops {', '.join(keys)} of {origin.name}; write {keep} to keep them"
+    return texts
 
 
 def explained(problems: Sequence[str], origin: Origin) -> list[str]:
-    """The problems of a config; a missing key says that the imported file has it, if it does."""
-    known = dict(leaves(origin.base))
-    lines = []
+    """The problems of a config; a missing key says so if its section drops it."""
+    lost, lines = dropped(origin), []
     for problem in problems:
-        key, _, rest = problem.partition(": ")
-        if "." in key and key in known and rest.startswith("missing"):
-            problem += f"; {origin.name} has it: {_remedy(key.rpartition('.')[0])} to keep it"
+        section = problem.partition(": ")[0].rpartition(".")[0]
+        if ": missing" in problem and section in lost:
+            problem += f"; {section} {lost[section]}"
         lines.append(problem)
     return lines
 
@@ -307,15 +256,6 @@ def _replaced(own: Values, base: Values, text: str, at: str = "") -> Iterator[tu
             if key not in BY_NAME and re.search(rf"\b{re.escape(key)}[:=] *{{", text):
                 yield f"{at}{key}", {name: was[name] for name in was if name not in new}
             yield from _replaced(new, was, text, f"{at}{key}.")
-
-
-def _remedy(section: str) -> str:
-    parts = section.split(".")
-    return f"write {'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
-
-
-def _text(value: Any, max_chars: int) -> str:
-    return escaped(scrub(json.dumps(value)), max_chars)  # half a secret would not be known
 
 
 # ---- check data ----------------------------------------------------------------------------------
@@ -345,7 +285,6 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
     and are opened quickly, with at most `MAX_OPENED` pictures each."""
     report = DataReport()
     rules = build.row_rules(resolved, None if is_start else MAX_OPENED)
-    contents: dict[str, Sequence[int]] = {}
     plugins = [*resolved.train, *resolved.validation]
     for plugin in sorted(plugins, key=lambda plugin: not plugin.cls.is_here(plugin.config)):
         if not plugin.cls.is_here(plugin.config) and (not is_start or report.problems):
@@ -365,27 +304,9 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
-        contents[plugin.key] = findings.contents
         label = f"{plugin.key}: closing {plugin.name}"
         report.problems += find.attempt(label, plugin.cls.close, source.close)[1]
-    report.warnings += _repeated(resolved, contents)
     return report
-
-
-def _repeated(resolved: Resolved, contents: Mapping[str, Sequence[int]]) -> list[str]:
-    """A warning for each held-out source with rows that are also trained on."""
-    warnings = []
-    for held_out in resolved.validation:
-        rows = contents.get(held_out.key, ())
-        distinct = set(rows)
-        for trained in resolved.train:
-            shared = distinct.intersection(contents.get(trained.key, ()))
-            if num := sum(content in shared for content in rows):
-                warnings.append(
-                    f"{held_out.key}: {num} of its {len(rows)} rows are also in {trained.key}, so "
-                    "that their scores say little about other rows"
-                )
-    return warnings
 
 
 # ---- check report --------------------------------------------------------------------------------
@@ -413,7 +334,9 @@ def remarks(
     for what is odd about the data. `origin`: as in `report`."""
     lines_by_title = {
         "data that is probably not what is meant": data.warnings,
-        "replaced without +, which drops values of the imported file": dropped(resolved, origin),
+        "replaced without +, which drops values of the imported file": [
+            f"{section}: {text}" for section, text in dropped(origin, resolved).items()
+        ],
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
@@ -432,23 +355,18 @@ def problems_here(
     own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
-
-    def size_of(device: str) -> float:
-        return smallest_gpu_gb(resolved, machine, num_ranks, device) or math.inf
-
     on_host = memory_plan.host_footprint(resolved, own_gb, num_ranks)
-    misfits = memory_problems(resolved, own_gb, size_of)
+    misfits = memory_problems(resolved, own_gb)
     return misfits or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
 
 def smallest_gpu_gb(
-    resolved: build.Resolved, machine: dist.Machine, num_ranks: int, device: str = "auto"
+    resolved: build.Resolved, machine: dist.Machine, num_ranks: int
 ) -> float | None:
-    """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
-    the policy's GPU); None if `device` is not a GPU."""
+    """Memory in GB of the smallest GPU of `machine` that holds a rank's policy; None if none
+    does."""
     stated = memory_plan.policy_device(resolved)
-    rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    devices = {dist.resolve_device(device, rank_device) for rank_device in rank_devices}
+    devices = {f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)}
     sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in devices)
     return min(sizes_gb, default=None)
 
@@ -466,7 +384,7 @@ def report(
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
     data = check_data(resolved)
-    num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
+    num_ranks, pool = min(config.world_size, compatibility.RANKS_OF_A_NODE), config.pool
     host_gb = host_memory_gb() if has_gpus() else None
     on_host = memory_plan.host_footprint(resolved, gpu_gb, num_ranks)
     unfit = memory_problems(resolved, gpu_gb)
@@ -483,13 +401,14 @@ def report(
         "data": data.lines,
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
         f"host memory of a machine with {num_ranks} ranks": (
-            _table(on_host) if on_host else ["not planned: see above"]
+            [f"{part:<30} {gb:.1f} GB" for part, gb in on_host.items()]
+            if on_host
+            else ["not planned: see above"]
         ),
         **{key: _judge_lines(part) for key, part in resolved.by_judge.items()},
-        **({"render pool": pool_lines(resolved)} if config.pool else {}),
+        **({f"render pool: {pool.workers} workers, Ray at {pool.address}": []} if pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
-        **changes(origin),
     }
     warnings = remarks(resolved, data, origin)
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
@@ -534,12 +453,11 @@ def _asked_now(
 def _verdict(problems: list[str], unknowns: list[str], num_warnings: int = 0) -> tuple[str, int]:
     if problems:
         return f"{len(problems)} wrong\n{listed(problems)}", 1
-    above = f"; {num_warnings} warning{'s' * (num_warnings > 1)} above" if num_warnings else ""
+    text = "nothing is wrong"
     if unknowns:
         parts = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
         text = f"no mistake found; whether it fits its GPUs is unknown ({parts}: see above)"
-        return text + above, 0
-    return f"nothing is wrong{above}", 0
+    return text + (f"; warnings above: {num_warnings}" if num_warnings else ""), 0
 
 
 def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[str]:
@@ -556,10 +474,10 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
     optimizer, policy = config.optimizer, resolved.policy
     per_update = completions / ranks / optimizer.updates_per_iteration
     num_kept, why = memory_plan.kept_tokens(resolved)
-    start = policy.cls.start_adapter(policy.config)
-    reference = "the base model" if config.algorithm.kl_coeff else "none"
-    if start and reference != "none" and config.algorithm.kl_reference == "start":
-        reference = "the adapter that the run starts from"
+    start = policy.cls.start_adapter(policy.config) or "the base model"
+    reference = start if config.algorithm.kl_reference == "start" else "the base model"
+    if not config.algorithm.kl_coeff:
+        reference = "none"
     lines = {
         name: f"{count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
         for name, count in counts.items()
@@ -570,7 +488,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
         f"at most {memory_plan.group_tokens(resolved)}",
         "kept for backward": f"{num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
-        "starts from": start or "the base model",
+        "starts from": start,
         "KL reference": reference,
         "whole run": _length(resolved, num_rows),
     }
@@ -580,18 +498,23 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
 def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     """The run's length in iterations and in epochs, if the number of samples is known. `num_rows`:
     that of each data source which has been read."""
-    config = resolved.config
-    counts = [num_rows.get(plugin.key) for plugin in resolved.train]
-    num_samples = sum(count or 0 for count in counts)
-    lengths = {"iterations": config.num_iterations, "epochs": config.num_epochs}
-    stated = [f"{number:g} {unit}" for unit, number in lengths.items() if number is not None]
-    if len(stated) != 1 or None in counts or not num_samples:
-        text = " and ".join(stated) or "no length stated"
-        return f"{text}; the number of samples is not known before they are loaded"
-    iterations, prompts = build.num_iterations(config, num_samples), config.prompts_per_iteration
+    config, counts = resolved.config, [num_rows.get(plugin.key, 0) for plugin in resolved.train]
+    if not all(counts) or (config.num_iterations is None) == (config.num_epochs is None):
+        stated = f"num_iterations {config.num_iterations}, num_epochs {config.num_epochs}"
+        return f"{stated}; the number of samples is not known before they are loaded"
+    iterations, prompts = build.num_iterations(config, sum(counts)), config.prompts_per_iteration
     return (
-        f"{iterations} iterations of {prompts} prompts = {iterations * prompts / num_samples:.3g} "
-        f"epochs of {num_samples} samples"
+        f"{iterations} iterations of {prompts} prompts = {iterations * prompts / sum(counts):.3g} "
+        f"epochs of {sum(counts)} samples"
+    )
+
+
+def questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
+    """Judge requests about one picture of training, or also of evaluation."""
+    return sum(
+        plugin.cls.num_questions(plugin.config)
+        for plugin in resolved.rewards.values()
+        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
     )
 
 
@@ -604,8 +527,6 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     training = config.prompts_per_iteration * pictures * per_picture
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
     lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
-    if judge.start_command:
-        lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
         f"{name}: {plugin.name}, {plugin.cls.num_questions(plugin.config)} questions a picture"
         for name, plugin in resolved.rewards.items()
@@ -617,8 +538,7 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
     in_flight = judge.max_concurrency * config.world_size
     limits = f"up to {in_flight} in flight, {judge.max_attempts} tries each"
-    per_hour = f"{training * 60} an hour at one iteration a minute; " if training else ""
-    lines.append(f"{training} questions an iteration: {per_hour}{limits}")
+    lines.append(f"{training} questions an iteration, {limits}")
     if every := evaluation.every_n_iterations:
         per_picture = questions_per_picture(resolved, held_out=True)
         held_out = evaluation.num_samples * config.images_per_completion * per_picture
@@ -641,7 +561,6 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
         device = memory_plan.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
     lines = _table(planned)
-    lines += [f"{gb:.2f} GB more on {device}" for device, gb in planned.elsewhere.items()]
     if planned.engine is not None:
         lines.append(memory_plan.engine_line(planned, gpu_gb))
         lines.append(memory_plan.residency_line(planned, gpu_gb))
@@ -656,18 +575,13 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
-    phases, first = planned.phases, max(len(row.part) for row in planned.rows)
-
-    def line(name: str, cells: Iterable[str]) -> str:
-        columns = zip(phases, cells, strict=True)
-        return f"{name:<{first}}" + "".join(f"{cell:>{len(phase) + 2}}" for phase, cell in columns)
-
-    rows = [
-        line(row.part, [f"{row.gb:.1f}" if phase in row.phases else "" for phase in phases])
-        for row in planned.rows
-    ]
-    sums = line("sum", [f"{planned.total_gb(phase):.1f}" for phase in phases])
-    return [line("GB", phases), *rows, sums]
+    table = [["GB", *PHASES]]
+    for row in planned.rows:
+        gb = f"{row.gb:.1f}"
+        table.append([row.part, *(gb if phase in row.phases else "" for phase in PHASES)])
+    table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in PHASES)])
+    width = max(len(row.part) for row in planned.rows)
+    return [f"{part:<{width}}" + "".join(f"{cell:>11}" for cell in cells) for part, *cells in table]
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
@@ -677,7 +591,10 @@ def _resume(config: RunConfig) -> tuple[str, list[str]]:
         return "cannot go on", [f"run_name: {checkpoint.problem}"]
     if checkpoint.path is None:
         has_records = (config.run_dir / "metrics.jsonl").is_file()
-        return "starts afresh" + (", and sets aside the old records" * has_records), []
+        return (
+            "starts afresh, and sets aside the old records" if has_records else "starts afresh",
+            [],
+        )
     for judge in config.judges:
         remember(judge.api_key_env)
     current = scrubbed(config.model_dump(mode="json"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ from rl.api.plugin import SavesMemory
 from rl.build import Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import Plan
-from rl.config.schema import MAX_EPISODES, RAY_MISSING, JudgeConfig, RunConfig, changed
+from rl.config.schema import MAX_EPISODES, RAY_MISSING, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.ranks import dist
@@ -54,8 +53,6 @@ def _pool_problems(resolved: Resolved) -> Iterable[str]:
         return
     if find_spec("ray") is None:
         yield RAY_MISSING
-    if (num_gpus := resolved.config.pool.num_gpus) > 1 and num_gpus % 1:
-        yield f"render_pool.num_gpus: {num_gpus:g}; Ray takes whole numbers above 1"
     if not resolved.renderer.cls.makes_images:
         yield f"render_pool: renderer {resolved.renderer.name} draws nothing; drop render_pool"
 
@@ -120,9 +117,7 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         )
     thought = policy.config.thought
     if thought is not None and not policy.cls.thinks:
-        suffix = ": all that it writes before its picture is its thought"
-        suffix *= "image_tokens" in emits
-        yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
+        yield f"policy.thought: policy {policy.name} does not read it; drop the key"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
@@ -144,10 +139,9 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
         for need in sorted(needs - {"text", "image"}):
             provided = need if need in READABLE else f"hidden:{need}"
             if lacking := _sources_without(resolved, provided):
-                match = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
                 yield (
                     f"{plugin.key}: needs each sample's {need!r}, which {lacking} does not have; "
-                    "map a column to it" + (f", or is {match!r} meant?" if match else "")
+                    "map a column to it"
                 )
     for part in resolved.by_judge.values():
         for plugin in part.rewards.values():
@@ -180,23 +174,16 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
 
 def _judge_problems(resolved: Resolved) -> Iterable[str]:
     for key, part in resolved.by_judge.items():
+        judge, prefix = part.config.judge, key.removesuffix("judge")
         if part.needs_judge:
-            prefix = key.removesuffix("judge")
-            yield from (f"{prefix}{text}" for text in _endpoint_problems(part.config.judge))
-
-
-def _endpoint_problems(judge: JudgeConfig) -> Iterable[str]:
-    try:
-        if judge.start_command:
-            yield from start_problems(judge)
-        else:
-            resolve_api_bases(judge.api_base)
-    except ValueError as error:
-        yield str(error)
-    try:
-        auth_header(judge.api_key_env)
-    except ValueError as error:
-        yield str(error)
+            try:
+                if judge.start_command:
+                    yield from (f"{prefix}{text}" for text in start_problems(judge))
+                else:
+                    resolve_api_bases(judge.api_base)
+                auth_header(judge.api_key_env)
+            except ValueError as error:
+                yield f"{prefix}{error}"
 
 
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
@@ -210,6 +197,24 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
     rank_devices = [f"cuda:{rank}" if device == "auto" else device for rank in range(num_ranks)]
     return dist.problems(claims(resolved), rank_devices, machine=None)
+
+
+def why_not_zero3(resolved: Resolved) -> list[str]:
+    """What needs the complete weights, which ZeRO-3 shards."""
+    problems, policy = [], resolved.policy.config
+    if resolved.engine.cls.samples_with_trainer:
+        problems.append(
+            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
+            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
+        )
+    reads_base = getattr(policy, "conditioning", "policy") == "base"
+    if policy.lora is None and (resolved.config.algorithm.kl_coeff or reads_base):
+        problems.append(
+            "optimizer.zero_stage: full fine-tuning under ZeRO-3 keeps no starting weights, which "
+            "the KL term and policy.conditioning 'base' read; use 2, or set algorithm.kl_coeff=0 "
+            "and policy.conditioning=policy"
+        )
+    return problems
 
 
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
@@ -233,22 +238,16 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration "
             f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
         )
-    shards = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-    if shards and resolved.engine.cls.samples_with_trainer:
-        yield (
-            f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
-            "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
-        )
+    if optimizer.backend == "deepspeed" and optimizer.zero_stage == 3:
+        yield from why_not_zero3(resolved)
     if (config.num_iterations is None) == (config.num_epochs is None):
         given = "neither" if config.num_iterations is None else "both"
         yield f"num_iterations, num_epochs: {given} given; set one of them"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
-        below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
-        multiples = f"{below} or {above}" if below else f"{above}"
         yield (
             f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
-            f"(world_size); use {multiples}"
+            f"(world_size); use a multiple of {ranks}"
         )
     elif optimizer.updates_per_iteration > prompts // ranks:
         yield (
@@ -314,7 +313,6 @@ HARMLESS = (
     "policy.max_kept_pictures",
     "policy.lora.init_seed",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
-    "*.device",  # but see `check_resume`
 )  # fmt: skip
 
 SCHEDULE = (
@@ -331,7 +329,7 @@ NOTED = (
     # prompts into steps, so with another world_size a step has other groups.)
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size", "*.max_memory_gb",
     "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens", "bare_arm",
-    "policy.attn_implementation", "engine.*",
+    "policy.attn_implementation", "engine.*", "*.device",
     # Changed to get past what stopped the run: a sample, row or question that was too long, or a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
@@ -367,8 +365,6 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         before = old_flat.get(key, VALUES_OF_OLD_RUNS.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
         consequence = effect(key, new)
-        if consequence == "harmless" and key.endswith(".device") and "cpu" in (before, after):
-            consequence = "noted"  # other kernels
         if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
             # 'drop' and 'kl_only' differ only in a KL term.
             consequence = consequence if new_flat.get("algorithm.kl_coeff") else "harmless"
@@ -399,8 +395,7 @@ def _held_out_only(config: Mapping[str, Any]) -> set[str]:
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
     """The effect of resuming with another value of `key` (dotted, list items by number). `config`:
-    the resolved new one. For a device key: another device of the same kind."""
-
+    the resolved new one."""
     judge = config.get("judge", {})
     if key.startswith("judge.") and not (judge.get("api_base") or judge.get("start_command")):
         return "harmless"  # no judge is asked
@@ -442,7 +437,7 @@ REMEDIES: Sequence[tuple[str, str, Any, tuple[Any, ...], str]] = (
     ("activations", "optimizer.gradient_checkpointing", "mlp", ("mlp", True), "a sixth slower"),
     ("activations", "optimizer.gradient_checkpointing", "true", (True,), "a third slower"),
     ("activations, kept", "optimizer.max_kept_tokens", 0, (0,), "a second forward"),
-    ("optimizer", "optimizer.zero_stage", 1, (1, 2, 3), "on several ranks"),
+    ("optimizer", "optimizer.zero_stage", 2, (1, 2, 3), "on several ranks"),
     ("backward", "optimizer.max_tokens_per_micro_batch", 1, (1,), "slower rows"),
     ("gradients", "optimizer.zero_stage", 2, (2, 3), "on several ranks"),
     ("policy weights", "optimizer.zero_stage", 3, (3,), "on several ranks"),
@@ -458,39 +453,23 @@ MIN_SHARE = 0.02
 """Share of the GPU below which a row is not named."""
 
 
-def memory_problems(
-    resolved: Resolved, gpu_gb: float, size_of: Callable[[str], float] | None = None
-) -> list[str]:
-    """Why the run does not fit its GPUs; [] also if the sizes are unknown.
-
-    `gpu_gb`: memory of the policy's GPU; `size_of`: memory of another GPU (None: `gpu_gb` for all).
-    """
-    sizes = memory_plan.gpu_sizes(resolved)
-    if sizes is None:
+def memory_problems(resolved: Resolved, gpu_gb: float) -> list[str]:
+    """Why the run does not fit the policy's GPU; [] also if the sizes are unknown."""
+    planned = memory_plan.footprint(resolved, gpu_gb)
+    if planned is None:
         return []
-    planned, engine = memory_plan.plan(sizes, gpu_gb), sizes.engine
-    problems = []
-    for device, needed_gb in planned.elsewhere.items():
-        size_gb = size_of(device) if size_of else gpu_gb
-        if device.startswith("cuda:") and needed_gb > size_gb:
-            names = [model.name for model in sizes.frozen if model.device == device]
-            problems.append(
-                f"{names[0]}.device: {' and '.join(names)} together need {needed_gb:.1f} GB of "
-                f"{device}, which has {size_gb:g}; give each a device of its own, a smaller "
-                "batch_size, or a larger GPU"
-            )
-    if engine is not None and engine.lacks_room(gpu_gb):
-        key = "gpu_memory_utilization" if engine.cache_gb is None else "kv_cache_memory_mb"
-        problems.append(
-            f"engine.{key}: the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, and "
-            f"it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
-            f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
+    engine = planned.engine
+    if engine is not None and engine.at_once <= 1:
+        key = "gpu_memory_utilization" if engine.share is not None else "kv_cache_memory_mb"
+        least_gb = engine.weights_gb + engine.workspace_gb + engine.cache_of_gb(1)
+        return [
+            f"engine.{key}: the engine takes {engine.claimed_gb:.1f} GB of {gpu_gb:g}, and it "
+            f"needs {least_gb:.1f} GB: weights ({engine.weights_gb:.1f} GB), workspace "
+            f"({engine.workspace_gb:.1f} GB) and a cache for one completion of "
             f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto and "
             "kv_cache_memory_mb=null, or use a larger GPU or a smaller policy.model_path"
-        )
-    elif planned.peak_gb > gpu_gb:
-        problems.append(_plan_problem(resolved, planned, gpu_gb))
-    return problems
+        ]
+    return [_plan_problem(resolved, planned, gpu_gb)] if planned.peak_gb > gpu_gb else []
 
 
 def engine_dtype(resolved: Resolved) -> str:
@@ -514,6 +493,8 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
         section, _, name = key.partition(".")
         if name == "zero_stage" and optimizer.backend == "torch":
             continue  # which shards nothing
+        if value == 3 and why_not_zero3(resolved):
+            continue
         if is_full_of(part) and getattr(sections[section], name, value) not in (value, *useless):
             remedies.append(f"{key}={value}" + (f" ({cost})" if cost else ""))
     for plugin in filter(lambda plugin: is_full_of(plugin.key), resolved.model_runners):
@@ -526,5 +507,6 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
     return (
         f"memory: DOES NOT FIT by {planned.peak_gb - gpu_gb:.1f} GB: {planned.peak_gb:.1f} GB of "
         f"{gpu_gb:g} in phase {phase!r} ({', '.join(map(str, rows))}); what shrinks these, the "
-        f"cheapest first: {', '.join(remedies) or 'no key'}; else larger GPUs, or a smaller model"
+        f"cheapest first: {', '.join(dict.fromkeys(remedies)) or 'no key'}; else larger GPUs, or "
+        "a smaller model"
     )

@@ -7,14 +7,13 @@ import math
 import os
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
-from rl.api.plugin import ModelCost, ModelRunner, PlacedConfig
+from rl.api.plugin import ModelRunner, PlacedConfig
 from rl.build import Plugin, Resolved
 from rl.meter import MATRICES, ModelShape, Recompute
 from rl.model_files import num_parameters
@@ -46,8 +45,6 @@ LARGE_GPU_GB = 70 * 2**30 / 1e9
 CACHE_BLOCK = 16
 """Tokens per block of vLLM's cache on CUDA."""
 
-HOST_PHASES = ("start", "run", "save")
-"""start: moves models to the GPU; run: iterations; save: gathers a checkpoint, engine asleep."""
 PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
@@ -151,9 +148,9 @@ class InferenceEngine:
     """An engine that holds a copy of the policy's weights."""
 
     share: float | None
-    """Share of the GPU that it claims while awake; None: `with_cache` computes its memory."""
+    """Share of the GPU that it claims while awake; None: the cache's size determines its memory."""
     cache_gb: float | None
-    """Size of the key-value cache; None unless the config states it or `with_cache` computed it."""
+    """Size of the key-value cache; None: `on_gpu` computes it."""
     own_gb: float
     """CUDA graphs and buffers that it keeps even asleep; assumed."""
     weights_gb: float
@@ -166,74 +163,62 @@ class InferenceEngine:
     max_num_seqs: int
     residency: Residency
     """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
+    workspace_gb: float = 0.0
+    """Memory besides weights and cache, which `on_gpu` computes."""
 
-    @property
-    def completion_blocks(self) -> int:
-        """Cache blocks of one completion of full length, prompt included."""
-        return math.ceil(self.longest_tokens / CACHE_BLOCK)
+    def on_gpu(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
+        """This engine with its workspace (vLLM runs its largest step once when it starts) and its
+        cache: by the stated share, or for that many completions of full length, or for as many as
+        fit in `room_gb`, at least one."""
+        largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
+        step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
+        workspace_gb, cache_gb = self.own_gb + step_tokens * self.step_bytes / 1e9, self.cache_gb
+        if self.share is not None:
+            cache_gb = self.share * gpu_gb - self.weights_gb - workspace_gb
+        elif cache_gb is None:
+            left_gb = room_gb - self.weights_gb - workspace_gb - self.cache_of_gb(0)
+            num_fitting = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
+            at_once = max(1, min(num_completions, self.max_num_seqs, num_fitting))
+            cache_gb = self.cache_of_gb(at_once)
+        return replace(self, workspace_gb=workspace_gb, cache_gb=cache_gb)
 
     def cache_of_gb(self, num_completions: int) -> float:
         """Cache for that many completions of full length without shared prompts, in whole blocks;
         vLLM reserves one block."""
-        num_blocks = num_completions * self.completion_blocks + 1
+        num_blocks = num_completions * math.ceil(self.longest_tokens / CACHE_BLOCK) + 1
         return num_blocks * CACHE_BLOCK * self.kv_bytes / 1e9
 
-    def workspace_gb(self, gpu_gb: float) -> float:
-        """Memory besides weights and cache: vLLM runs its largest step once when it starts."""
-        largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
-        step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
-        return self.own_gb + step_tokens * self.step_bytes / 1e9
-
-    def least_gb(self, gpu_gb: float) -> float:
-        """The least memory with which the engine starts."""
-        return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_of_gb(1)
-
-    def with_cache(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
-        """This engine with a cache for that many completions of full length, or for as many as fit,
-        at least one; unchanged if the config states share or cache."""
-        if self.share is not None or self.cache_gb is not None:
-            return self
-        left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb) - self.cache_of_gb(0)
-        num_fitting = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
-        at_once = max(1, min(num_completions, self.max_num_seqs, num_fitting))
-        return replace(self, cache_gb=self.cache_of_gb(at_once))
-
-    def claimed_gb(self, gpu_gb: float) -> float:
+    @property
+    def claimed_gb(self) -> float:
         """The engine's memory while awake."""
-        if self.cache_gb is not None:
-            return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_gb
-        return self.least_gb(gpu_gb) if self.share is None else self.share * gpu_gb
+        return self.weights_gb + self.workspace_gb + (self.cache_gb or 0.0)
 
-    def num_blocks(self, gpu_gb: float) -> int:
+    @property
+    def num_blocks(self) -> int:
         """Blocks of the engine's cache; 0 if there is no room for any."""
-        cache_gb = self.claimed_gb(gpu_gb) - self.weights_gb - self.workspace_gb(gpu_gb)
         # A stated cache is a whole number of bytes; float rounding must not lose one of them.
-        return max(0, int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)))
+        num_bytes = round((self.cache_gb or 0.0) * 1e9)
+        return max(0, num_bytes // (CACHE_BLOCK * self.kv_bytes))
 
-    def at_once(self, gpu_gb: float) -> float:
+    @property
+    def at_once(self) -> float:
         """Completions of full length that its cache holds without shared prompts: vLLM prints this
-        as "Maximum concurrency", but decodes at most `max_num_seqs` at once."""
-        return self.num_blocks(gpu_gb) / self.completion_blocks
-
-    def lacks_room(self, gpu_gb: float) -> bool:
-        """Whether the engine cannot start: no room for its weights and one completion."""
-        return self.num_blocks(gpu_gb) <= self.completion_blocks
+        as "Maximum concurrency", but decodes at most `max_num_seqs` at once. At 1 or below there is
+        no room for one beside vLLM's own block, and the engine cannot start."""
+        return self.num_blocks / math.ceil(self.longest_tokens / CACHE_BLOCK)
 
 
 @dataclass(frozen=True)
-class FrozenModel:
-    """A model that is not trained: a renderer's or a reward's."""
+class Row:
+    """One item of the plan that takes memory."""
 
-    name: str
-    device: str
-    """'auto': the rank's own GPU, whose memory is planned."""
-    bytes_per_value: int
-    cost: ModelCost
+    part: str
+    gb: float
+    phases: Sequence[str]
+    """The phases in which it takes memory."""
 
-    def host_gb(self, num_ranks: int) -> float:
-        """Host memory of `num_ranks` ranks of one machine."""
-        copies = 1 if self.cost.host_shared else num_ranks
-        return copies * self.cost.host_weights * self.bytes_per_value / 1e9
+    def __str__(self) -> str:
+        return f"{self.part} {self.gb:.1f}"
 
 
 @dataclass(frozen=True)
@@ -255,8 +240,8 @@ class Sizes:
     """Largest number of tokens whose forwards are kept for the backward."""
     all_kept: bool
     """Whether all forwards are kept, so that the learner runs no forward of its own."""
-    prompt_tokens: int
-    completion_tokens: int
+    longest_tokens: int
+    """Longest prompt + completion."""
     num_completions: int
     """Completions of one iteration on this rank."""
     checkpointing: Recompute
@@ -264,8 +249,12 @@ class Sizes:
     """None: the engine samples from the policy itself."""
     reads_reference: bool
     """Full fine-tuning with a KL term: the starting weights are copied to the GPU when needed."""
-    frozen: Sequence[FrozenModel]
-    """Renderer and reward models."""
+    frozen: Sequence[Row]
+    """Renderer and reward models on the rank's GPU."""
+    host_shared_gb: float = 0.0
+    """Frozen weights in host memory that all ranks of a machine share."""
+    host_copied_gb: float = 0.0
+    """Those of which each rank has a copy."""
     conditioning: Conditioning = "kept forward"
     judge_share: float = 0.0
     """Share of the rank's GPU for a judge that the run starts."""
@@ -284,30 +273,16 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One item of the plan that takes memory."""
-
-    part: str
-    gb: float
-    phases: Sequence[str]
-    """The phases in which it takes memory."""
-
-    def __str__(self) -> str:
-        return f"{self.part} {self.gb:.1f}"
-
-
-@dataclass(frozen=True)
 class Plan:
-    """All items in one memory, a GPU's or the host's; `total_gb` sums them per phase."""
+    """All items in a GPU's memory; `total_gb` sums them per phase."""
 
     rows: Sequence[Row]
-    engine: Row | None = None
-    """The row that an engine frees while it sleeps; None: there is no such engine."""
-    inference: InferenceEngine | None = None
-    """The engine of that row, with the size of its cache."""
-    elsewhere: Mapping[str, float] = field(default_factory=dict)
-    """Other device -> GB of the frozen models on it while they run."""
-    phases: Sequence[str] = PHASES
+    engine: InferenceEngine | None = None
+    """With the size of its cache; None: there is no engine with weights of its own."""
+    together_gb: float = 0.0
+    """The peak if the engine keeps its memory in all phases."""
+    engine_stays: bool = True
+    """Whether it does."""
 
     def total_gb(self, phase: str) -> float:
         """Sum of the rows of `phase`."""
@@ -316,96 +291,63 @@ class Plan:
     @property
     def peak_gb(self) -> float:
         """The largest sum of any phase."""
-        return max(self.total_gb(phase) for phase in self.phases)
+        return max(map(self.total_gb, PHASES))
 
     def fullest(self) -> tuple[str, list[Row]]:
         """(the phase with the largest sum, its rows, the largest first)."""
-        phase = max(self.phases, key=self.total_gb)
+        phase = max(PHASES, key=self.total_gb)
         rows = [row for row in self.rows if phase in row.phases]
         return phase, sorted(rows, key=lambda row: -row.gb)
 
-    def with_engine(self, phases: Sequence[str]) -> Plan:
-        """This plan with the engine's memory taken in `phases` instead."""
-        if self.engine is None:
-            return self
-        engine = replace(self.engine, phases=phases)
-        rows = [engine if row is self.engine else row for row in self.rows]
-        return replace(self, rows=rows, engine=engine)
-
-
-def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
-    """'resident' if the engine fits beside all other models, because waking it takes seconds."""
-    fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
-    return "resident" if fits else "sleep"
-
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
-    """A line for users: the result of `residency`, and why."""
-    everything = f"all models take {planned.with_engine(PHASES).peak_gb:.1f} of {gpu_gb:g} GB"
-    if residency(planned, gpu_gb) == "resident":
-        return f"the engine can stay resident: {everything}"
-    return f"the engine has to sleep while others run: {everything}, and a tenth should stay free"
+    """A line for users: whether the engine keeps its memory, and why."""
+    what = "can stay resident" if planned.engine_stays else "has to sleep while others run"
+    together = f"all models take {planned.together_gb:.1f} of {gpu_gb:g} GB"
+    return f"the engine {what}: {together}, of which a tenth should stay free"
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
-    """The engine's memory that the plan computed; None if the config states it."""
-    engine = planned.inference
+    """The engine's memory that the plan computed; None if the config states a share."""
+    engine = planned.engine
     if engine is None or engine.share is not None or engine.cache_gb is None:
         return None
-    share = math.ceil(engine.claimed_gb(gpu_gb) / gpu_gb * 1e4) / 1e4
+    share = math.ceil(engine.claimed_gb / gpu_gb * 1e4) / 1e4
     return EngineClaim(round(engine.cache_gb * 1e9), min(1.0, share))
 
 
 def engine_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the engine's memory, and how much it decodes at once."""
-    engine = planned.inference
+    engine = planned.engine
     if engine is None:
         return "the engine samples from the policy itself"
-    claimed_gb = engine.claimed_gb(gpu_gb)
     return (
-        f"the engine takes {claimed_gb:.1f} GB, {claimed_gb / gpu_gb:.3f} of the GPU: weights "
-        f"{engine.weights_gb:.1f}, workspace {engine.workspace_gb(gpu_gb):.1f} (assumed), a cache "
-        f"of {engine.num_blocks(gpu_gb) * CACHE_BLOCK} tokens; maximum concurrency for "
-        f"{engine.longest_tokens} tokens per request: {engine.at_once(gpu_gb):.2f}x"
+        f"the engine takes {engine.claimed_gb:.1f} GB, {engine.claimed_gb / gpu_gb:.3f} of the "
+        f"GPU: weights {engine.weights_gb:.1f}, workspace {engine.workspace_gb:.1f} (assumed), a "
+        f"cache of {engine.num_blocks * CACHE_BLOCK} tokens; maximum concurrency for "
+        f"{engine.longest_tokens} tokens per request: {engine.at_once:.2f}x"
     )
 
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory of a GPU that only one rank uses, with engine, renderer and learner."""
-    rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes)]
+    rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes), *sizes.frozen]
+    rows += _forward_rows(sizes)
     if sizes.judge_share:
         rows.append(Row("judge", sizes.judge_share * gpu_gb, PHASES))
-    per_device: dict[str, float] = defaultdict(float)
-    for model in sizes.frozen:
-        if model.device == "auto":
-            gb = model.bytes_per_value / 1e9
-            rows += [
-                Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.cost.weights.items()
-            ]
-            if model.cost.activations:  # its parts run one after the other
-                working_gb = max(model.cost.activations.values()) * gb
-                rows.append(Row(f"{model.name}, workspace", working_gb, ("render",)))
-            continue
-        values = sum(model.cost.weights.values()) + sum(model.cost.activations.values())
-        per_device[model.device] += values * model.bytes_per_value / 1e9
-    rows += _forward_rows(sizes)
-    engine = sizes.engine
-    if engine is None:
-        num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
+    if sizes.engine is None:
+        num_tokens = sizes.num_completions * sizes.longest_tokens
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
-        rows.append(Row("key-value cache", cache_gb, ("generate",)))
-        return Plan(rows, elsewhere=dict(per_device))
-    others = Plan(rows)
-    beside_gb = max(map(others.total_gb, PHASES if engine.residency == "resident" else AWAKE))
-    available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
-    engine = engine.with_cache(sizes.num_completions, gpu_gb, available_gb)
-    row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, AWAKE)
-    rows += [row, Row("engine's buffers, also asleep", engine.own_gb, PHASES)]
-    planned = Plan(rows, row, engine, dict(per_device))
-    choice = engine.residency
-    if choice == "auto":
-        choice = residency(planned, gpu_gb)
-    return planned.with_engine(PHASES) if choice == "resident" else planned
+        return Plan([*rows, Row("key-value cache", cache_gb, ("generate",))])
+    others, residency = Plan(rows), sizes.engine.residency
+    most_gb = (1 - FREE_SHARE) * gpu_gb
+    beside_gb = max(map(others.total_gb, PHASES if residency == "resident" else AWAKE))
+    engine = sizes.engine.on_gpu(sizes.num_completions, gpu_gb, most_gb - beside_gb)
+    together_gb = others.peak_gb + engine.claimed_gb
+    stays = residency == "resident" or (residency == "auto" and together_gb <= most_gb)
+    rows.append(Row("engine", engine.claimed_gb - engine.own_gb, PHASES if stays else AWAKE))
+    rows.append(Row("engine's buffers, also asleep", engine.own_gb, PHASES))
+    return Plan(rows, engine, together_gb, stays)
 
 
 def _state_rows(sizes: Sizes) -> list[Row]:
@@ -463,57 +405,44 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     return rows
 
 
-def host_plan(
-    sizes: Sizes,
-    on_gpu: Plan,
-    gpu_gb: float,
-    num_ranks: int,
-    environ: Mapping[str, str] = os.environ,
-) -> Plan:
-    """Host memory of one node with `num_ranks` ranks, including the run's first rank; the page
-    cache, which the kernel can reclaim, is left out."""
-    after_start = ("run", "save")
-    rows = [Row("processes", num_ranks * PROCESS_GB, HOST_PHASES)]
-    engine = on_gpu.inference
-    if on_gpu.engine is not None and engine is not None and on_gpu.engine.phases != PHASES:
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        rounds = not any(PINNED_SETTING in environ.get(name, "") for name in names)
-        asleep_gb = engine.weights_gb * (PINNED_FACTOR if rounds else 1)
-        rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
-    if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
-        # DeepSpeed makes one flat tensor of all weights, on the host if the GPU has no room for it.
-        state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimizer state")
-        if gpu_gb - (on_gpu.total_gb(LOAD) - state_gb) < sizes.weights_gb:
-            rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
+def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> dict[str, float]:
+    """Part -> GB of the host memory of one node with `num_ranks` ranks, including the run's first
+    rank, while it saves; the page cache, which the kernel can reclaim, is left out."""
+    parts = {"processes": num_ranks * PROCESS_GB}
+    if frozen_gb := sizes.host_shared_gb + num_ranks * sizes.host_copied_gb:
+        parts["models, not on the GPU"] = frozen_gb
+    if on_gpu.engine is not None and not on_gpu.engine_stays:
+        asleep_gb = num_ranks * on_gpu.engine.weights_gb
+        if PINNED_SETTING not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+            asleep_gb *= PINNED_FACTOR
+        parts["engine asleep, pinned"] = asleep_gb
     if sizes.reads_reference:
-        rows.append(Row("reference weights", num_ranks * sizes.weights_gb, after_start))
-    for model in sizes.frozen:
-        if host_gb := model.host_gb(num_ranks):
-            rows.append(Row(f"{model.name}, not on the GPU", host_gb, HOST_PHASES))
+        parts["reference weights"] = num_ranks * sizes.weights_gb
     gathered_gb = sizes.trained_params * 12 / 1e9
     if gathered_gb <= HELD_STATE_GB:
-        held_gb = (num_ranks * 2 + 1) * gathered_gb
-        rows.append(Row("last finished iteration", held_gb, after_start))
+        parts["last finished iteration"] = (num_ranks * 2 + 1) * gathered_gb
     else:
-        rows.append(Row("checkpoint: weights, moments", gathered_gb, ("save",)))
-    return Plan(rows, phases=HOST_PHASES)
+        parts["checkpoint: weights, moments"] = gathered_gb
+    return parts
 
 
-def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | None) -> list[str]:
+def host_problems(
+    parts: Mapping[str, float] | None, num_ranks: int, available_gb: float | None
+) -> list[str]:
     """Why the plan does not fit into `available_gb`; [] if it does, or a size is unknown."""
-    if planned is None or available_gb is None or planned.peak_gb <= available_gb:
+    needed_gb = sum((parts or {}).values())
+    if parts is None or available_gb is None or needed_gb <= available_gb:
         return []
-    phase, rows = planned.fullest()
-    parts = ", ".join(map(str, rows))
+    listed = ", ".join(f"{part} {gb:.1f}" for part, gb in parts.items())
     remedy = "use fewer ranks, or a machine with more memory"
-    if "engine asleep" in parts:
+    if "engine asleep, pinned" in parts:
         remedy += (
             f"; PYTORCH_ALLOC_CONF={PINNED_SETTING}:1 pins only as much as the engine's weights, "
             "but at every sleep anew; if the GPU has room, engine.residency=resident pins nothing"
         )
     return [
-        f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} for {num_ranks} ranks "
-        f"({parts}), but this machine or container has {available_gb:.1f}; {remedy}"
+        f"host memory: {needed_gb:.1f} GB for {num_ranks} ranks ({listed}), but this machine or "
+        f"container has {available_gb:.1f}; {remedy}"
     ]
 
 
@@ -525,24 +454,21 @@ SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 """Keys that a model's config.json must have for its shape to be known."""
 TOWERS = {"visual", "vision_model", "vision_tower"}
 """Names of the module that encodes pictures, in transformers' model classes."""
-VLLM_SHARE = 0.92
-"""Share of each of its GPUs that `vllm serve` takes without --gpu-memory-utilization."""
 
 
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
     """The plan for one rank's GPU; None if the policy is on the CPU or its shape is unknown.
     `folder`: the folder of the policy's weights, once they are downloaded."""
-    rank_sizes = gpu_sizes(resolved, folder)
+    rank_sizes = None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
     return None if rank_sizes is None else plan(rank_sizes, gpu_gb)
 
 
-def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | None:
+def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> dict[str, float] | None:
     """The plan for the host memory of a machine with `num_ranks` ranks; None as in `footprint`."""
-    rank_sizes = gpu_sizes(resolved)
-    if rank_sizes is None:
+    on_gpu, rank_sizes = footprint(resolved, gpu_gb), sizes(resolved)
+    if on_gpu is None or rank_sizes is None:
         return None
-    on_gpu = plan(rank_sizes, gpu_gb)
-    return host_plan(rank_sizes, on_gpu, gpu_gb, num_ranks)
+    return host_plan(rank_sizes, on_gpu, num_ranks)
 
 
 def unknowns(resolved: Resolved) -> list[str]:
@@ -559,8 +485,8 @@ def unknowns(resolved: Resolved) -> list[str]:
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
-            source = "".join(f" of {path!r}" for path in plugin.paths[:1] if path)
-            problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
+            paths = ", ".join(filter(None, plugin.paths[:1]))
+            problems.append(f"{plugin.key}: {plugin.name} does not know the size of {paths!r}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         problems.append(
             "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "
@@ -570,25 +496,17 @@ def unknowns(resolved: Resolved) -> list[str]:
 
 
 def judge_share(resolved: Resolved) -> float | None:
-    """Share of a rank's GPU that the judge takes that the run starts, as its command says; 0 if
-    there is none, or none on the ranks' GPUs; None if the command says nothing."""
-    parts = [part for part in resolved.by_judge.values() if part.needs_judge]
-    shares = [_share_of(part.config.judge.start_command, resolved) for part in parts]
-    return None if None in shares else sum(share or 0.0 for share in shares)
-
-
-def _share_of(start_command: Sequence[str], resolved: Resolved) -> float | None:
-    command = shlex.join(start_command)
-    if not command:
-        return 0.0
-    ranks = [str(number) for number in range(resolved.config.world_size)]
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(ranks)).split(",")[: len(ranks)]
-    stated = re.search(r"CUDA_VISIBLE_DEVICES=([\w,-]*)", command)
-    if stated and not set(stated[1].split(",")) & set(own):
-        return 0.0
-    share = re.search(r"gpu[-_]memory[-_]utilization[= ]([\d.]+)", command)
-    is_vllm = re.search(r"\bvllm\b|serve_judge\.sh", command)
-    return float(share[1]) if share else VLLM_SHARE if is_vllm else None
+    """Share of a rank's GPU that a judge takes that the run starts: what its command states; 0 if
+    there is none, or if the command names its GPUs; None if it says neither."""
+    total = 0.0
+    for part in resolved.by_judge.values():
+        command = shlex.join(part.config.judge.start_command)
+        if part.needs_judge and command and "CUDA_VISIBLE_DEVICES=" not in command:
+            share = re.search(r"gpu[-_]memory[-_]utilization[= ]([\d.]+)", command)
+            if share is None:
+                return None
+            total += float(share[1])
+    return total
 
 
 def policy_weights(resolved: Resolved) -> str:
@@ -631,11 +549,6 @@ def kept_tokens(resolved: Resolved) -> tuple[int, str]:
     return first_update, limiting_key
 
 
-def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """Like `sizes`, but None also if the policy is on the CPU."""
-    return None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
-
-
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
     """The sizes of one rank; None if the policy's shape is unknown. `folder`: as in `footprint`."""
     config, optimizer = resolved.config, resolved.config.optimizer
@@ -644,10 +557,10 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
     if model is None:
         return None
     lora = policy.lora
-    prompt, completion = int(policy.max_prompt_tokens), config.sampling.max_completion_tokens
+    longest = int(policy.max_prompt_tokens) + config.sampling.max_completion_tokens
     kept, limiting_key = kept_tokens(resolved)
     # A completion that is longer than the token budget is a row of its own.
-    longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
+    longest_row = max(optimizer.max_tokens_per_micro_batch, longest)
     prompts = config.prompts_per_iteration // config.world_size
     return Sizes(
         model=model,
@@ -659,15 +572,16 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         forward_tokens=min(longest_row, iteration_tokens(resolved)),
         kept_tokens=kept,
         all_kept=not limiting_key,
-        prompt_tokens=prompt,
-        completion_tokens=completion,
+        longest_tokens=longest,
         num_completions=prompts * config.generations_per_prompt,
         checkpointing=optimizer.gradient_checkpointing,
-        engine=_engine(resolved, model, prompt + completion),
+        engine=_engine(resolved, model, longest),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
         conditioning=_conditioning(resolved),
         judge_share=judge_share(resolved) or 0.0,
-        frozen=[_frozen(plugin, policy_device(resolved)) for plugin in resolved.model_runners],
+        frozen=[row for plugin in resolved.model_runners for row in _frozen_rows(resolved, plugin)],
+        host_shared_gb=_frozen_host_gb(resolved, shared=True),
+        host_copied_gb=_frozen_host_gb(resolved, shared=False),
     )
 
 
@@ -696,7 +610,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
     return InferenceEngine(
-        share=memory.share,
+        share=memory.share if memory.cache_mb is None else None,
         cache_gb=None if memory.cache_mb is None else memory.cache_mb * 2**20 / 1e9,
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
@@ -709,17 +623,26 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     )
 
 
-def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
-    """The plugin's model; its sizes are empty if it runs no model of its own."""
-    config = plugin.config if isinstance(plugin.config, PlacedConfig) else PlacedConfig()
+def _frozen_rows(resolved: Resolved, plugin: Plugin[ModelRunner]) -> Iterator[Row]:
+    """What the plugin's model takes of the rank's own GPU."""
+    own = policy_device(resolved)
     # 'auto' is the rank's own GPU; for rank 0 that is cuda:0.
-    policy_gpu = "cuda:0" if policys_device == "auto" else policys_device
-    beside_policy = config.device in ("auto", "cuda:+0", policy_gpu)
-    return FrozenModel(
-        name=plugin.key,
-        device="auto" if beside_policy else config.device,
-        bytes_per_value=BYTES[config.dtype],
-        cost=plugin.cls.cost(plugin.config),
+    devices = ("auto", "cuda:+0", "cuda:0" if own == "auto" else own)
+    if isinstance(plugin.config, PlacedConfig) and plugin.config.device in devices:
+        cost, gb = plugin.cls.cost(plugin.config), BYTES[plugin.config.dtype] / 1e9
+        for part, number in cost.weights.items():
+            yield Row(f"{plugin.key} {part}", number * gb, PHASES)
+        if cost.activations:  # its parts run one after the other
+            working_gb = max(cost.activations.values()) * gb
+            yield Row(f"{plugin.key}, workspace", working_gb, ("render",))
+
+
+def _frozen_host_gb(resolved: Resolved, shared: bool) -> float:
+    costs = [(p.cls.cost(p.config), p.config) for p in resolved.model_runners]
+    return sum(
+        cost.host_weights * BYTES[config.dtype] / 1e9
+        for cost, config in costs
+        if isinstance(config, PlacedConfig) and cost.host_shared == shared
     )
 
 

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -22,9 +21,8 @@ from rl.api import find
 from rl.api.judge import Answer, Question
 from rl.api.loss import Denominators, LossInputs, terms_problem
 from rl.api.plugin import Resources
-from rl.api.renderer import drawn_problem
 from rl.api.reward import Reward
-from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.config.loading import read_bytes
@@ -38,7 +36,7 @@ from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 # ---- dry run -------------------------------------------------------------------------------------
 # Runs plugins once on made-up inputs, before any model is loaded.
@@ -51,18 +49,14 @@ ROWS = ((3, 1.0), (1, -0.5))
 def dry_problems(resolved: Resolved) -> list[str]:
     """A message for each plugin that raises an error or returns something unusable.
 
-    Called are rewards and renderers that ask no judge and load no model, and losses. Rewards that
-    read hidden keys and renderers that read hidden states are left out: the keys and the width of
-    the states are unknown.
+    Called are rewards that ask no judge and load no model, and losses. Rewards that read hidden
+    keys are left out: the keys are unknown.
     """
     problems, inputs = [], made_up_input(resolved)
     for plugin in resolved.rewards.values():
         is_light = not (plugin.cls.needs_judge or plugin.cls.runs_model)
         if is_light and not plugin.cls.needs_with(plugin.config) - READABLE:
             problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
-    renderer = resolved.renderer
-    if not renderer.cls.runs_model and renderer.cls.accepts != "hidden_states":
-        problems += _renderer_problems(renderer, inputs.sample)
     return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 
@@ -84,19 +78,15 @@ async def grade_once(
         return None, wrong
     if not output.traceback:
         return output, []
-    pictures = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
-    sample = f"a made-up sample with {pictures or 'no pictures'}"
-    if inputs.image is None:
-        sample += " and nothing rendered"
-    return None, [f"{plugin.key}: on {sample}, {plugin.name} {output.failure}"]
+    return None, [f"{plugin.key}: on a made-up sample, {plugin.name} {output.failure}"]
 
 
-def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInput:
-    """A reward's input with the fields that every data source provides; its pictures are `picture`
-    (None: a gradient)."""
+def made_up_input(resolved: Resolved, side_px: int = SIDE_PX) -> RewardInput:
+    """A reward's input with the fields that every data source provides; its pictures are a gradient
+    with sides of `side_px`."""
     from PIL.Image import linear_gradient
 
-    picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
+    picture = linear_gradient("L").resize((side_px, side_px)).convert("RGB")
     sources = [*resolved.train, *resolved.validation]
     columns = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
@@ -108,33 +98,6 @@ def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInp
     )
     makes_images = resolved.renderer.cls.makes_images
     return RewardInput(sample, "a red square on a white floor", picture if makes_images else None)
-
-
-def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
-    payload: Any = "a red square"
-    if plugin.cls.accepts == "image_tokens":
-        import numpy as np
-
-        payload = np.zeros((4, 4), np.int32)
-    jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
-
-    def draw() -> list[Any]:
-        renderer = plugin.cls(plugin.config, Resources(None, "cpu"))
-        outcomes = list(renderer.render(jobs))
-        renderer.close()
-        return outcomes
-
-    label = f"{plugin.key}: on made-up jobs, {plugin.name}"
-    outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
-    if outcomes is None:
-        return wrong
-    waiting = {0, 1}
-    for outcome in outcomes:
-        if problem := drawn_problem(outcome, waiting, plugin.cls.makes_images):
-            return [f"{plugin.key}: {plugin.name} {problem}"]
-        waiting.remove(outcome[0])
-    lost = f"{plugin.key}: {plugin.name} yields no picture for jobs {sorted(waiting)} of 0, 1"
-    return [lost] if waiting else []
 
 
 def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
@@ -343,13 +306,9 @@ class _RecordingJudge:
 
 
 def _reward_input(resolved: Resolved, sample: Sample | None, num_sources: int) -> RewardInput:
-    """The input to grade. Without a `sample`, it has `num_sources` sources of noise in the largest
-    size that the judge gets: noise takes about as many PNG bytes as a photo."""
-    from PIL import Image
-
-    side_px = resolved.config.judge.image_side_px
-    pixels = random.Random(0).randbytes(side_px * side_px)
-    fake = made_up_input(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
+    """The input to grade. Without a `sample`, it has `num_sources` sources in the largest size that
+    the judge gets."""
+    fake = made_up_input(resolved, resolved.config.judge.image_side_px)
     if sample is None:
         return replace(fake, sample=replace(fake.sample, sources=fake.sample.sources * num_sources))
     sources = sample.sources or fake.sample.sources
@@ -565,28 +524,21 @@ def verdict(resolved: Resolved) -> Verdict:
     file, limits = file_of(resolved.config), resolved.config.judge
     try:
         entry = entries(file).get(key_of(identity(resolved)), {})
-    except ValueError as error:
-        return Verdict(False, str(error))
-    try:
         if "audits" not in entry:
             return Verdict(None, f"the judge has not been audited (no entry in {file})")
         audits = TypeAdapter(list[RewardAudit]).validate_python(entry["audits"])
         day = entry["date"][:10]
     except (LookupError, TypeError, ValueError) as error:
         return Verdict(False, DAMAGED.format(file, error))
-    failures, doubts = [], []
-    for audit in audits:
-        failed, doubted = decided(audit, limits)
-        failures += [f"{audit.reward}: {text}" for text in failed]
-        doubts += [f"{audit.reward}: {text}" for text in doubted]
+    decisions = [(audit.reward, *decided(audit, limits)) for audit in audits]
+    failures = [f"{reward}: {text}" for reward, texts, _ in decisions for text in texts]
+    doubts = [f"{reward}: {text}" for reward, _, texts in decisions for text in texts]
     if not failures and not doubts:
         return Verdict(True, f"the judge passed its audit of {day}")
     what = f"the judge failed its audit of {day}"
     if not failures:
         what = f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)"
-    texts = failures or doubts
-    more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
-    return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
+    return Verdict(False, f"{what}: {'; '.join(failures or doubts)}")
 
 
 def judge_passed(

@@ -324,11 +324,12 @@ def evaluate(
 
 def base_of(path: Path, env: Mapping[str, str], names: Mapping[str, Any]) -> tuple[str, Any]:
     """(name, values) of the file upon which the one at `path` is built, `(import 'name') + { ... }`
-    at the beginning of a line; without one, of the defaults. Its keys `names` have these values."""
+    at the beginning of a line; ('', {}) without one. Its keys `names` have these values."""
     found = _BASE.search(path.read_text(encoding="utf-8", errors="replace"))
-    name = found[2] if found else "base.libsonnet"
-    beside = path.resolve().parent / name
-    file = beside if found and beside.is_file() else configs_folder() / name
+    if found is None:
+        return "", {}
+    beside = path.resolve().parent / found[2]
+    file = beside if beside.is_file() else configs_folder() / found[2]
     overrides = [f"{key}={json.dumps(value)}" for key, value in names.items()]
     return file.name, evaluate(file, overrides, env)[0] or {}
 

@@ -493,7 +493,6 @@ class RowsSource(CheckedSource[ConfigT]):
             self.findings,
             warnings=[*self._warnings()],
             unread=[*self._unread()],
-            contents=self._contents,
             most_pictures=self._most_pictures,
         )
 

@@ -13,7 +13,6 @@ class NoRenderer(Renderer):
 
     accepts = "text"
     makes_images = False
-    runs_model = False
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, None]]:
         """Yield `(number of the job, None)` for each job before the next job is fetched."""

@@ -14,7 +14,6 @@ from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_pro
 from rl.renderers.qwen_image_config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
-    TEXT_TOKENS,
     QwenImage,
     output_area_px,
     rows_per_picture,
@@ -87,8 +86,7 @@ class QwenImage21(QwenImage[Config]):
         """Alive in the transformer: the keys and values of `max_pictures` sources (twice with
         guidance) and of each row's text, and about 18 tensors of [tokens, width] for the drawn
         pictures or for the sources, whichever have more tokens; in the VAE: about 8 feature maps
-        of twice 144 channels. Drawn tokens pass all weights in each forward, and attend to text and
-        source, which are left out as queries: they are computed once per batch."""
+        of twice 144 channels."""
         layers, width = shape_of(config, HUB_SHAPE)
         drawn_px, source_px = output_area_px(config), config.condition_area_px
         drawn, source = drawn_px / PATCH_PX**2, source_px / PATCH_PX**2
@@ -100,7 +98,4 @@ class QwenImage21(QwenImage[Config]):
         return ModelCost(
             cls.planned_weights(config),
             {"transformer": width * values, "vae": 8 * 2 * DECODER_CHANNELS * decoded_px},
-            picture_flops=cls.picture_flops(
-                config, HUB_SHAPE, 1, drawn, drawn + TEXT_TOKENS + source
-            ),
         )

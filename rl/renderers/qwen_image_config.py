@@ -14,14 +14,8 @@ from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory
 from rl.api.types import RenderJob
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig, Unread
-from rl.meter import denoising_flops
 from rl.model_files import missing_model
-from rl.renderers.diffusion_renderer import (
-    DiffusionRenderer,
-    SchedulerOverrides,
-    shape_of,
-    transformer_value,
-)
+from rl.renderers.diffusion_renderer import DiffusionRenderer, SchedulerOverrides, transformer_value
 
 # ---- denoising config ----------------------------------------------------------------------------
 # Config keys that the Qwen-Image plugins share, and picture sizes computed from them.
@@ -127,9 +121,6 @@ def edit_bucket(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
 # ---- qwen image plugin base ----------------------------------------------------------------------
 # Base class of all Qwen-Image plugins: config checks, model files, parameter counts.
 
-TEXT_TOKENS = 300
-"""Text tokens of a row, instruction and description, that a plan of an iteration's time assumes."""
-
 ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
@@ -185,17 +176,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
         return counts
-
-    @classmethod
-    def picture_flops(
-        cls, config: ConfigT, hub_shape: Mapping[str, int], share: float, *tokens_and_keys: float
-    ) -> float | None:
-        """Of one picture; each token passes `share` of the transformer's weights. None: unknown."""
-        params = cls.part_sizes(config).get("transformer")
-        if not params:
-            return None
-        each = denoising_flops(share * params, *shape_of(config, hub_shape), *tokens_and_keys)
-        return config.num_steps * rows_per_picture(config) * each
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:

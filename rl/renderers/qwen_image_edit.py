@@ -16,7 +16,6 @@ from rl.renderers.qwen_image_config import (
     MODULATIONS,
     PATCH_PX,
     SIZE_MULTIPLE_PX,
-    TEXT_TOKENS,
     ConfigT,
     DenoisingConfig,
     QwenImage,
@@ -38,9 +37,6 @@ SYSTEM_PROMPT = (
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 """The text states depend on its tokens (64 with Qwen's tokenizer); the DiT does not get these."""
 
-HUB_SHAPE = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128}
-PX_OF_POLICY_TOKEN = 28 * 28
-"""Pixels of a source per token of Qwen2.5-VL."""
 HUB_MODULATION = 6.80e9
 """Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
 
@@ -99,8 +95,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
     @classmethod
     def cost(cls, config: ConfigT) -> ModelCost:
         """About 20 tensors of [tokens, 3072] are alive in the transformer, 8 feature maps of 96
-        channels in the VAE. Text tokens, those of the source included, pass one half of a block's
-        weights; latents, the drawn picture's and the source's, pass the other half.
+        channels in the VAE.
 
         The transformer's modulation stays on the host; an adapter is fused into a copy per rank."""
         folder = Path(config.model_path)
@@ -110,8 +105,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
         modulation = HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
         if folder.is_dir():
             modulation = num_parameters(folder / "transformer", lambda n: not cls.is_on_device(n))
-        tokens = (drawn_px + source_px) / PATCH_PX**2
-        tokens += TEXT_TOKENS + config.policy_image_area_px / PX_OF_POLICY_TOKEN
         return ModelCost(
             cls.planned_weights(config),
             {
@@ -120,7 +113,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
             },
             modulation,
             host_shared=config.lora_path is None,
-            picture_flops=cls.picture_flops(config, HUB_SHAPE, 0.5, tokens, tokens),
         )
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles
-from rl.meter import denoising_flops
 from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
 from rl.renderers.sd3_config import PATCH_PX, Config
 
@@ -81,19 +80,13 @@ class SD3(DiffusionRenderer[Config]):
     def cost(cls, config: Config) -> ModelCost:
         """About 14 tensors of [tokens, width] are alive in the transformer, 8 feature maps of 128
         channels in the VAE, which decodes one 1024^2 picture, or smaller ones of that total area,
-        at once. FLOPs are known only for SD3 Medium: a token passes 12 width^2 weights per layer,
-        separate ones for text and latents. Text encoders and VAE are left out."""
-        rows_each = 2 if config.guidance_scale > 1 else 1
-        rows, area_px = config.batch_size * rows_each, config.height_px * config.width_px
+        at once. The text encoders' activations are left out."""
+        rows = config.batch_size * (2 if config.guidance_scale > 1 else 1)
+        area_px = config.height_px * config.width_px
         tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
-        layers, width = shape_of(config, LARGE if "large" in config.model_path else MEDIUM)
-        flops = None
-        if config.model_path == Config.model_fields["model_path"].default:
-            each = denoising_flops(12 * width**2 * layers, layers, width, tokens, tokens)
-            flops = config.num_steps * rows_each * each
+        _, width = shape_of(config, LARGE if "large" in config.model_path else MEDIUM)
         return ModelCost(
             cls.part_sizes(config),
             {"transformer": 14 * width * rows * tokens, "vae": 8 * 128 * decoded_px},
-            picture_flops=flops,
         )

@@ -333,7 +333,7 @@ def _engine_memory(
         console.say(memory_plan.engine_line(plan, gpu_gb))
     if is_auto:
         console.say(memory_plan.residency_line(plan, gpu_gb))
-    return not is_auto or memory_plan.residency(plan, gpu_gb) == "resident", claim
+    return not is_auto or plan.engine_stays, claim
 
 
 def _load_models(

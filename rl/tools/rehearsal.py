@@ -512,8 +512,8 @@ def _iteration(
         learner.export_weights()
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
-        renderers = [model for model in sizes.frozen if model.name == "renderer"]
-        sizes = replace(sizes, frozen=renderers, engine=None, judge_share=0.0)
+        frozen = [row for row in sizes.frozen if row.part.startswith("renderer")]
+        sizes = replace(sizes, frozen=frozen, engine=None, judge_share=0.0)
         sizes = _with_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
@@ -534,15 +534,8 @@ def _with_depth(
         return sizes
     named = policy.module.named_parameters()
     params = sum(weight.numel() for name, weight in named if "lora_" not in name)
-    frozen = [
-        replace(
-            model,
-            cost=replace(model.cost, weights={"weights": renderer_bytes / model.bytes_per_value}),
-        )
-        if model.name == "renderer" and model.cost.weights
-        else model
-        for model in sizes.frozen
-    ]
+    frozen = [row for row in sizes.frozen if row.part == "renderer, workspace"]
+    frozen.append(memory_plan.Row("renderer weights", renderer_bytes / 1e9, memory_plan.PHASES))
     model = replace(sizes.model, num_layers=depth, params=params)
     return replace(sizes, model=model, frozen=frozen)
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import tiny_config
+from PIL import Image
 from tiny_messages import holds
 from tiny_typing import typing_errors
 
 from rl import build
+from rl.api.renderer import drawn_problem
 from rl.check import check_report
 from rl.check.check_report import no_effect
 from rl.config.schema import ConfigError
@@ -82,7 +84,7 @@ REWARDS: list[tuple[str, str, str]] = [
     (".f", "def f(x): return lambda: 0.5", "<lambda> at ... (function)"),
     (".f", "def f(x): return {1: 0.5}", "{1: 0.5} (dict) ... stranger.py, line 12)"),
     (".f", "def f(x): return RewardOutput(0.5, [1])", "parts are [1] (list) ... line 12)"),
-    (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column ... 'image'"),
+    (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column"),
     (".py", "def f(x): return 0.5", "no 'py' ... drop '.py'"),
     (".f", "import json\nimport json.no_such_part", "'json.no_such_part' ... line 13"),
     (".f", "raise ModuleNotFoundError('Could not import CLIPModel')", "CLIPModel ... line 12"),
@@ -135,8 +137,7 @@ DATA: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 
-DRAWS = "class R(Renderer): | accepts = 'text' | runs_model = False | def render(self, jobs): "
-PICTURE = "(number of the job, RGB picture or RenderFailure), once"
+DRAWS = "class R(Renderer): | accepts = 'text' | def render(self, jobs): "
 RENDERERS: list[tuple[str, str]] = [
     ("class R(Renderer): | accepts = 'text'", "no render ... `def render(self, jobs: "),
     ("class R(Renderer): | def render(self, jobs): ...",
@@ -152,12 +153,8 @@ RENDERERS: list[tuple[str, str]] = [
      "`def __init__(self, config: Config, resources: Resources) -> None`"),
     (DRAWS + "... | @classmethod | def prompt_template(cls, config): return '{image}'",
      "R.prompt_template ... '{image}' (str) ... PromptTemplate | None"),
-    (DRAWS + "return [Image.new('RGB', (4, 4)) for _ in jobs]", f"(Image) ... {PICTURE}"),
-    (DRAWS + "yield 0, 'a picture'", f"(0, 'a picture') (tuple) ... {PICTURE}"),
-    (DRAWS + "yield 1, Image.new('RGB', (4, 4))", "no picture for jobs [0] of 0, 1"),
     (DRAWS + "... | @classmethod | def cost(cls, c): ...",
      "R.cost ... None (NoneType) ... ModelCost"),
-    (DRAWS + "raise SystemExit(3)", "SystemExit: 3 ("),
     ("import pydantic\nclass C(PluginConfig): | @pydantic.field_validator('type')"
      " | @classmethod | def ok(cls, v): raise KeyError('no')\n"
      "class R(Renderer[C]): | accepts = 'text' | def render(self, jobs): ...",
@@ -227,6 +224,14 @@ def test_each_mistake_in_a_policy_or_engine_is_one_line(
     problems = problems_of(tmp_path, monkeypatch, code, **{section: {"type": "stranger.P"}})
     assert any(holds(problem, parts) for problem in problems), problems
     assert all(problem.startswith(section) and "\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "drawn", [Image.new("RGB", (4, 4)), (0, "a picture"), (1, None), (7, None)]
+)
+def test_what_is_no_picture_of_a_waiting_job_is_named(drawn: object) -> None:
+    assert holds(drawn_problem(drawn, {0, 1}, True), "yields ... (number of the job, RGB picture")
+    assert drawn_problem((0, Image.new("RGB", (4, 4))), {0, 1}, True) == ""
 
 
 def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import experiments, report, toy, trl_tunings, trl_worker
+from benchmarks import experiments, picture_flops, report, toy, trl_tunings, trl_worker
 from benchmarks.experiments import OURS, PREFIXES, STOCK
 from benchmarks.meter import Meter
 from benchmarks.toy import Shape
@@ -72,6 +73,21 @@ def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
         "2.50x (1.67 to 2.50) its CPU seconds. (FLOPs of the policy side over ours: "
         f"{STOCK} 7.5x.)"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counted", "pflop"),
+    [
+        (lambda: picture_flops.edit(1024, 1024**2 // 28**2, 50, True), 20.3),
+        (lambda: picture_flops.image_21(1024, 1, 40), 3.05),
+    ],
+)
+def test_the_operations_of_a_picture_are_those_of_the_docs(
+    counted: Callable[[], float], pflop: float
+) -> None:
+    """docs/models.md and docs/gpu.md; the counter runs the real forward on the meta device."""
+    assert counted() / 1e15 == pytest.approx(pflop, abs=0.02)
 
 
 def test_executed_flops_are_divided_by_a_minimum_that_nothing_undercuts() -> None:

@@ -16,7 +16,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, memory_plan
-from rl.check.compatibility import memory_problems
+from rl.check.compatibility import memory_problems, plugin_problems
 from rl.config.schema import RunConfig, load_config
 from rl.ranks.dist import Machine
 from rl.simple_launch import main
@@ -43,7 +43,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "vllm", "max_model_length": 64}},
      "engine.max_model_length: ... 'max_model_len'"),
     ({"policy": QWEN | {"lora": {"alfa": 3}}}, "policy.lora.alfa: ... 'alpha'"),
-    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... 3 or 6"),
+    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... multiple of 3"),
     ({"renderer": {"type": "qwen_image_edt"}},
      "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
     ({"engine": {}}, "engine.type: ... missing ... transformers, vllm"),
@@ -270,7 +270,7 @@ def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFi
         "forwards ... 5000 tokens ... 4096",  # 2048 + 8 x 256
         "kept for backward ... 4096 tokens ... optimizer.updates_per_iteration",
         "3 iterations of 4 prompts = 6 epochs of 2 samples",
-        "160 questions an iteration ... 9600 an hour ... 20 in flight ... 6 tries",
+        "160 questions an iteration ... 20 in flight ... 6 tries",
         "memory per GPU, against 80 GB",
         "nothing is wrong",
     ):
@@ -348,8 +348,8 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
         if config.policy.get("device") == "cpu":
             assert planned is None
             continue
-        assert planned is not None and planned.inference is not None
-        assert planned.inference.at_once(gpu_gb) >= config.generations_per_prompt
+        assert planned is not None and planned.engine is not None
+        assert planned.engine.at_once >= config.generations_per_prompt
         assert planned.peak_gb <= 0.9 * gpu_gb
 
 
@@ -385,7 +385,8 @@ def test_a_config_for_one_gpu_needs_no_more(gpu_gb: float) -> None:
     assert code == 0 and text.endswith("nothing is wrong") and config.world_size == 1
     assert holds(text, "fits with ... GB to spare") and "no effect" not in text
     planned = memory_plan.footprint(build.resolve(config), gpu_gb)
-    assert planned is not None and not planned.elsewhere, "no second GPU"
+    parts = [] if planned is None else [row.part for row in planned.rows]
+    assert any(part.startswith("renderer") for part in parts) == (gpu_gb > 24), "no second GPU"
 
 
 def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
@@ -421,7 +422,6 @@ def test_sd3_without_t5_saves_its_weights() -> None:
 
 SHARE = "engine.gpu_memory_utilization:"
 CACHE = "engine.kv_cache_memory_mb"
-MORE_GPUS = ["world_size=1", "renderer.device=cuda:1"]
 
 
 def test_a_gpu_share_that_is_too_small_is_refused() -> None:
@@ -448,7 +448,6 @@ def test_a_gpu_share_that_is_too_small_is_refused() -> None:
          "engine.gpu_memory_utilization=auto"),
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
          "memory: ... 4.6 GB ... 84.6 GB of 80 ... 'render' ... engine.residency=sleep ("),
-        (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
         (["optimizer.zero_stage=1"], 80,
          "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' (gradients 34.0 ... zero_stage=2"),
     ],
@@ -613,13 +612,15 @@ def test_check_refuses_nodes_that_do_not_divide_the_ranks(tmp_path, capsys) -> N
     assert holds(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
 
 
-def test_a_renderers_own_gpu_is_checked_by_its_size(tmp_path: Path) -> None:
-    config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
-    assert check_report.problems_here(config, Machine((150.8, 46.0)), 1) == []
-    [problem] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)
-    assert holds(problem, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
-    same_gpu = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
-    assert unfit(same_gpu, 80) == unfit(config_of(tmp_path), 80), "cuda:0 is rank 0's own GPU"
+def test_zero_3_is_no_remedy_where_the_starting_weights_are_read() -> None:
+    """Full fine-tuning with a KL term: a start under ZeRO-3 would be refused."""
+    [problem] = unfit(shipped("sft_s__rl_sc"), 24)
+    assert "policy weights" in problem and "zero_stage" not in problem
+    [problem] = unfit(shipped("sft_s__rl_sc", "algorithm.kl_coeff=0"), 24)
+    assert "optimizer.zero_stage=3" in remedies([problem])
+    sharded = build.resolve(shipped("sft_s__rl_sc", "optimizer.zero_stage=3"))
+    [refused] = plugin_problems(sharded)
+    assert holds(refused, "optimizer.zero_stage: ... ZeRO-3 ... KL ... use 2")
 
 
 def test_a_wrong_config_is_reported_and_starts_nothing(tmp_path, capsys) -> None:

@@ -26,10 +26,7 @@ def test_a_shipped_config_sets_no_key_without_effect(name: str) -> None:
 
 
 EDITOR = "qwen_image_edit"
-SECOND = (
-    'rewards.second={"type": "viescore", "held_out_only": true, '
-    '"judge": {"model": "b", "audit": "off", "unreadable": "lowest"}}'
-)
+SECOND = 'rewards.second={"type": "viescore", "held_out_only": true, "judge": {"model": "b"}}'
 CASES: list[tuple[str, list[str], list[str]]] = [
     (EDITOR, ["optimizer.backend=torch", "optimizer.zero_stage=3"], ["zero_stage"]),
     (EDITOR, ["algorithm.clip_high=0.3"], ["clip_high"]),
@@ -60,11 +57,10 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("quickstart", ["policy.thought.states=attended"], []),
     ("quickstart", ["evaluation.thought_gain=true"], ["evaluation.thought_gain"]),
     ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
-    ("quickstart", [SECOND], ["rewards.second.judge.audit", "rewards.second.judge.unreadable"]),
+    ("quickstart", [SECOND], []),
     ("quickstart", [SECOND, "evaluation.every_n_iterations=0"],
-     ["data.validation", "rewards.second.held_out_only",
-      "rewards.second.judge.audit", "rewards.second.judge.unreadable"]),
-    ("tiny_prompts", ['rewards.clip.judge={"model": "b"}'], ["rewards.clip.judge.model"]),
+     ["data.validation"]),
+    ("tiny_prompts", ['rewards.clip.judge={"model": "b"}'], ["rewards.clip.judge"]),
     ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
     ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
     ("tiny_earl", ["policy.text_only_steps=3"], ["policy.text_only_steps"]),
@@ -77,9 +73,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
      ["sampling.top_k", "sampling.top_p"]),
     ("quickstart", ["sampling.top_k=0", "sampling.top_p=1"], []),
     ("quickstart", ["algorithm.loss=dr_grpo"], ["algorithm.advantage_scale"]),
-    ("quickstart",
-     ["checkpoint.save_every_n_iterations=3", "checkpoint.keep_every_n_iterations=4"],
-     ["checkpoint.keep_every_n_iterations"]),
     ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=none",
                     "algorithm.advantage_eps=1e-4"], []),
     ("quickstart", ["algorithm.truncated_completions=mask"], []),

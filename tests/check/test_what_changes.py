@@ -1,4 +1,4 @@
-"""`rl check` shows what a config changes of the file that it imports, and what it drops of it."""
+"""`rl check` shows what a config drops by mistake of the file that it imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tiny_config
 from tiny_messages import holds
 
 from rl.build import resolve
-from rl.check.check_report import changes, dropped, origin_of
+from rl.check.check_report import dropped, origin_of
 from rl.config.schema import load_config
 from rl.simple_launch import main
 
@@ -25,75 +25,54 @@ BASE = """{
 NAMED = "(import 'base.jsonnet') + { run_name: 'mine' } + "
 
 
-def looked_at(folder: Path, text: str, *overrides: str) -> tuple[list[str], list[str]]:
-    """(titles and lines of the changes, dropped) of a config `text`."""
+def drops_of(folder: Path, text: str, *overrides: str) -> list[str]:
+    """'section: what it drops' of a config `text`."""
     (folder / "base.jsonnet").write_text(BASE)
-    (folder / "poem.txt").write_text("optimizer")
-    (folder / "data.libsonnet").write_text("[{ type: 'prompts', path: 'b.txt' }]")
     (file := folder / "mine.jsonnet").write_text(text)
-    config = load_config(file, overrides)
-    resolved, origin = resolve(config), origin_of(file, overrides)
-    blocks = changes(origin).items()
-    return [line for title, lines in blocks for line in (title, *lines)], dropped(resolved, origin)
+    resolved, origin = resolve(load_config(file, overrides)), origin_of(file, overrides)
+    return [f"{section}: {text}" for section, text in dropped(origin, resolved).items()]
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
+    ("text", "overrides"),
     [
-        ("{}", ["seed=1"], ["seed: 1"]),
-        (
-            "{ world_size: 1 }",
-            [],
-            ["prompts_per_iteration: 2 (was 8)", "world_size: 1 (was 4)"],
-        ),
-        ("{ optimizer+: { betas: [0.5, 0.8] } }", [],
-         ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
-        ("{ data+: { train: import 'data.libsonnet' } }", [],
-         ['data.train: [{"path": "b.txt", "type": "prompt... '
-          '(was [{"path": "a.txt", "type": "prompt...)']),
-        ("{}", ["optimizer.betas.1=0.8"], ["optimizer.betas: [0.5, 0.8] (was [0.5, 0.9])"]),
-        (
-            "{ renderer: { type: 'none' }, rewards: { acc: { type: 'accuracy' } } }",
-            [],
-            ['renderer.type: "none" (was "qwen_image_edit")', 'rewards.acc.type: "accuracy"'],
-        ),
-        ("{ policy+: { system_prompt: 'see ' + importstr 'poem.txt' } }", [],
-         ['policy.system_prompt: "see optimizer"']),
+        ("{}", ["seed=1"]),
+        ("{ world_size: 1 }", []),  # which the base derives other values from
+        ("{ optimizer+: { betas: [0.5, 0.8] } }", []),
+        ("{}", ["optimizer.betas.1=0.8"]),
+        ("{ renderer: { type: 'none' }, rewards: { acc: { type: 'accuracy' } } }", []),
     ],
-)  # fmt: skip
-def test_each_difference_to_the_imported_file_is_a_line(tmp_path, text, overrides, expected):
-    lines, drops = looked_at(tmp_path, NAMED + text, *overrides)
-    assert (lines, drops) == (["differs from base.jsonnet", *expected], [])
+)
+def test_what_is_changed_by_intention_is_not_dropped(tmp_path, text, overrides):
+    assert drops_of(tmp_path, NAMED + text, *overrides) == []
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("{ optimizer: { zero_stage: 1 } }",
-         "optimizer: drops betas [0.5, 0.9]; write optimizer+: { ... }"),
+         "optimizer: drops betas of base.jsonnet; write optimizer+: { ... }"),
         ("{ policy+: { lora: { r: 16 } } }",
-         "policy.lora: drops alpha 16; write policy+: { lora+: { ... } }"),
+         "policy.lora: drops alpha of base.jsonnet; write policy+: { lora+: { ... } }"),
         ("{ policy: { type: 'qwen2_5_vl', model_path: 'c/d' } }",
-         'policy: drops lora {"alpha": 16, "r": 8}; write policy+'),
+         'policy: drops lora of base.jsonnet; write policy+'),
         ("{ data: { train: [{ type: 'prompts', path: 'a.txt' }] } }",
-         'data: drops on_bad_row "skip"'),
-        ("{ rewards+: { vie: { type: 'viescore' } } }", "rewards.vie: drops judge {"),
+         'data: drops on_bad_row of'),
+        ("{ rewards+: { vie: { type: 'viescore' } } }", "rewards.vie: drops judge of"),
     ],
 )  # fmt: skip
 def test_a_section_replaced_without_plus_says_what_it_drops(tmp_path, text, expected):
-    [line] = looked_at(tmp_path, NAMED + text)[1]
+    [line] = drops_of(tmp_path, NAMED + text)
     assert holds(line, expected), line
 
 
 def test_only_what_the_file_begins_with_counts_as_imported(tmp_path: Path) -> None:
     base = "local base = import 'base.jsonnet';\n"
     own = BASE.replace("error 'name the run'", "'x'").replace("num_iterations: 3", "num_epochs: 3")
-    lines, drops = looked_at(tmp_path, base + own.replace("a/b", "' + base.policy.model_path + '"))
-    assert lines[0] == "differs from base.libsonnet" and "num_epochs: 3 (was null)" in lines
-    assert not drops
+    assert not drops_of(tmp_path, base + own.replace("a/b", "' + base.policy.model_path + '"))
 
 
-def test_check_prints_both_without_secrets(tmp_path, monkeypatch, capsys) -> None:
+def test_check_prints_it_without_secrets(tmp_path, monkeypatch, capsys) -> None:
     (file := tmp_path / "mine.jsonnet").write_text(
         "(import 'tiny_prompts.jsonnet') + { optimizer: { learning_rate: 1e-3 }, "
         "policy+: { system_prompt: std.extVar('APP__WORDS') } }"
@@ -103,21 +82,15 @@ def test_check_prints_both_without_secrets(tmp_path, monkeypatch, capsys) -> Non
     with pytest.raises(SystemExit, match="0"):
         main(["--check", str(file)])
     report = capsys.readouterr().out
-    assert holds(report, "\n  optimizer.learning_rate: 0.001 (was 0.004)\n ... <MY_TOKEN>")
-    assert holds(
-        report, "replaced without +, ... \n  optimizer: drops ... 3 more; write optimizer+: {"
-    )
+    assert holds(report, "replaced without +, ... \n  optimizer: drops ... ; write optimizer+: {")
     assert "s3cret" not in report
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (
-            "policy: { lora: { r: 8 } }",
-            "policy.type: missing ... write policy+: { ... } to keep it",
-        ),
-        ("data: { validation: [] }", "data.train: missing ... tiny_prompts.jsonnet has it"),
+        ("policy: { lora: { r: 8 } }", "policy.type: missing ... write policy+: { ... } to keep"),
+        ("data: { validation: [] }", "data.train: missing ... train of tiny_prompts.jsonnet"),
     ],
 )
 def test_a_missing_key_says_which_imported_file_has_it(tmp_path, capsys, text, parts) -> None:
@@ -136,4 +109,4 @@ def test_no_shipped_config_drops_what_it_imports(name: str, monkeypatch) -> None
         monkeypatch.setenv(variable, value)
     file, config = f"configs/{name}.jsonnet", tiny_config.shipped(name)
     origin = origin_of(file, [])
-    assert origin.name and changes(origin) and not dropped(resolve(config), origin)
+    assert origin.name and not dropped(origin, resolve(config))

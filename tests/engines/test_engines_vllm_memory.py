@@ -58,11 +58,11 @@ def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     sizes = memory_plan.sizes(build.resolve(config))
     assert sizes is not None
     planned = memory_plan.plan(sizes, gpu_gb)
-    engine, claim = planned.inference, memory_plan.engine_claim(planned, gpu_gb)
+    engine, claim = planned.engine, memory_plan.engine_claim(planned, gpu_gb)
     assert engine is not None and claim is not None
     num_blocks, at_once = vllm_starts(sizes.model, engine.longest_tokens, claim.cache_bytes)
-    assert num_blocks == engine.num_blocks(gpu_gb)
-    assert at_once == engine.at_once(gpu_gb) >= config.generations_per_prompt
+    assert num_blocks == engine.num_blocks
+    assert at_once == engine.at_once >= config.generations_per_prompt
     # The smallest cache with which vLLM starts, to the byte.
     least = round(engine.cache_of_gb(1) * 1e9)
     assert vllm_starts(sizes.model, engine.longest_tokens, least)[1] >= 1

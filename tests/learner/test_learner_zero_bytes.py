@@ -59,8 +59,7 @@ def planned_gb(num_params: int, stage: int) -> dict[str, float]:
     model = PolicyModel(1, 8, 8, 1, 1, 8, float(num_params))
     sizes = Sizes(
         model=model, bytes_per_weight=2, lora_rank=None, lora_modules=(), zero_stage=stage,
-        world_size=NUM_RANKS, forward_tokens=1, kept_tokens=0, all_kept=True, prompt_tokens=1,
-        completion_tokens=1, num_completions=1, checkpointing=False, engine=None,
-        reads_reference=False, frozen=(),
+        world_size=NUM_RANKS, forward_tokens=1, kept_tokens=0, all_kept=True, longest_tokens=1,
+        num_completions=1, checkpointing=False, engine=None, reads_reference=False, frozen=(),
     )  # fmt: skip
     return {row.part: row.gb for row in plan(sizes, gpu_gb=80).rows}

@@ -43,7 +43,7 @@ def test_ranks_keep_no_renderer_beside_a_pool() -> None:
 def test_check_counts_the_pool(tmp_path) -> None:
     text, code = check_report.report(pooled(f"base_exp_dir={tmp_path}"), 80)
     assert code == 0, text
-    assert holds(text, "render pool ... 2 workers ... s with 2 workers")
+    assert holds(text, "render pool: 2 workers, Ray at")
 
 
 def test_a_pool_without_ray_or_without_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
