@@ -22,7 +22,7 @@ from rl.algorithm.grpo import (
     mismatch,
     objective,
 )
-from rl.algorithm.metrics import Metrics
+from rl.algorithm.metrics import SPREAD_TOLERANCE, Metrics
 from rl.api.loss import Denominators, LossInputs, divisor
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs, TrainSequence
@@ -677,9 +677,11 @@ class TrainStep:
             _, outputs = self._run(micro_batch, members, keep=False)
             moved_B = (outputs.logprobs - before).mul(mask).sum(1).tolist()
             sequences_B = [self._sequences.get(member) for member in members]
-            products += [s.excess * x for s, x in zip(sequences_B, moved_B, strict=True) if s]
+            for sequence, moved in zip(sequences_B, moved_B, strict=True):
+                if sequence is not None and abs(sequence.excess) > SPREAD_TOLERANCE:
+                    products.append(sequence.excess * moved)
         self._trained.clear()
-        self._learner_metrics.add_rise([x for x in products if x], self.dist)
+        self._learner_metrics.add_rise(products, self.dist)
 
 
 def loss_inputs(

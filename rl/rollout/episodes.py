@@ -153,7 +153,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
-        # Outside of training there are no rewards, so there are no grades.
+        # `rl edit` draws without rewards: there are no grades.
         reward = compose(values, config.final_reward) if grades else None
         if reward is not None:
             rewards.append(reward)
