@@ -14,7 +14,7 @@ from rl.api import find
 from rl.api.find import described
 from rl.api.metric import Metric
 from rl.api.plugin import PluginBase, brief, reported_by
-from rl.build import Plugin
+from rl.build import Plugin, RewardPlugin
 from rl.console import warn
 
 if TYPE_CHECKING:
@@ -52,10 +52,15 @@ class PluginMetrics:
         self._dist = dist
         self._warned: set[str] = set()
 
-    def drop(self) -> None:
-        """Discard the pending reports, which belong to no training iteration."""
-        for _, instance in self._made:
-            reported_by(instance)
+    def after_evaluation(self) -> Metrics:
+        """This rank's metrics of rewards that grade held-out pictures only. The other plugins'
+        reports belong to no training iteration, and are discarded."""
+        metrics = Metrics()
+        for plugin, instance in self._made:
+            reported = reported_by(instance)
+            if isinstance(plugin, RewardPlugin) and plugin.keys.held_out_only:
+                self._add(metrics, plugin, reported)
+        return metrics
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
         """This rank's plugin metrics; `of_renderer`: the renderer's report, or what it raised."""

@@ -48,8 +48,6 @@ class Recording:
     dist: Dist
     console: Console
     timer: PhaseTimer
-    show_group_every: int
-    """Iterations from one printed group to the next; 0: none is printed."""
     record: RunRecord
     follower: Follower
     """Shows the run, in a process of its own that reads these files."""
@@ -86,14 +84,7 @@ class Recording:
         advantages_PG = [group.advantages for group in groups_P]
         arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
         bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
-        every = self.show_group_every
-        if every and done % every == 0 and episodes_PG:
-            self.console.print_group(done, episodes_PG[0], advantages_PG[0])
-
-        num_later = self.num_iterations - done
-        write = partial(
-            self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P, num_later
-        )
+        write = partial(self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P)
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
@@ -292,7 +283,7 @@ class Run:
             self.checkpointing.writer,
             self.learner,
         )
-        self.checks.plugin_metrics.drop()
+        metrics.update(self.checks.plugin_metrics.after_evaluation())
         return metrics
 
     def _evaluation_due(self, done: int) -> bool:

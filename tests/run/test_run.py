@@ -145,7 +145,7 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
 
     mock, writer = MagicMock(), BackgroundWriter(tmp_path)
     record: Any = SimpleNamespace(write_episodes=write)
-    recording = Recording(Dist(), mock, mock, mock, record, mock, writer, 9)
+    recording = Recording(Dist(), mock, mock, record, mock, writer, 9)
     recording.write_episodes(1, [GradedGroup(0, [full], [1.0], [])], [full])
     writer.flush()
     assert len(written) == 2, "the group's completion and its bare arm"
@@ -158,7 +158,7 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         MagicMock(run_dir=Path("my runs/x")),
         BackgroundWriter(tmp_path),
     )
-    Recording(Dist(), mock, mock, mock, record, mock, writer, 9).end()
+    Recording(Dist(), mock, mock, record, mock, writer, 9).end()
     said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
     assert said == [
         "page: 'my runs/x'/report/index.html",
