@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean, pvariance, variance
 from typing import TYPE_CHECKING
 
@@ -183,11 +183,7 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
     add_signals(metrics, rollout.episodes, dist)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
     *moments, within, between, judge, total = dist.sum_floats(
-        [
-            *(local.total, local.total_of_squares, local.count),
-            *_variances(rollout.episodes),
-            *_judge_variances(rollout.episodes),
-        ]
+        [*astuple(local), *_variances(rollout.episodes).tolist()]
     )
     metrics.maximum("reward/std", RewardMoments(*moments).std)
     if within + between > 0:
@@ -276,22 +272,27 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
 
 
-def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
-    """Variance of a picture's reward (within a completion, between the completions of a group),
-    summed over the groups with several pictures per completion. Unbiased estimates (one-way ANOVA,
-    Searle et al. 1992): the one between completions may be negative."""
-    sum_within = sum_between = 0.0
+def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> np.ndarray:
+    """[4], sums over the groups of variances of a picture's reward: within a completion and between
+    the completions, in groups with several pictures per completion; the judge's and the whole one,
+    in groups in which two or more distinct completions have repeated judgements."""
+    sums = np.zeros(4)
     for episodes_G in episodes_PG:
-        rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
-        if len(rows) > 1:
-            within, between = _components(rows)
-            sum_within += within
-            sum_between += between
-    return sum_within, sum_between
+        several = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
+        if len(several) > 1:
+            sums[:2] += _components(several)
+        rated = {e.completion.token_ids: e for e in episodes_G if None not in e.judge_variances}
+        repeated = [episode for episode in rated.values() if episode.image_rewards]
+        if len(repeated) > 1:
+            within, between = _components([episode.image_rewards for episode in repeated])
+            judge = [v for e in repeated for v in e.judge_variances if v is not None]
+            sums[2:] += fmean(judge), within + max(between, 0.0)
+    return sums
 
 
 def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(variance within, variance between) two or more rows; 0 within if each has one value."""
+    """(variance within, variance between) two or more rows; 0 within if each has one value.
+    Unbiased estimates (one-way ANOVA, Searle et al. 1992): that between may be negative."""
     num_values, degrees = sum(map(len, rows)), len(rows) - 1
     grand_mean = sum(map(sum, rows)) / num_values
     squares = sum((len(row) - 1) * variance(row) for row in rows if len(row) > 1)
@@ -299,17 +300,3 @@ def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
     between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
     per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
     return within, (between - within) / per_row
-
-
-def _judge_variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
-    """(the judge's variance, the whole variance) of a picture's reward, summed over the groups in
-    which two or more distinct completions have repeated judgements."""
-    sum_judge = sum_total = 0.0
-    for episodes_G in episodes_PG:
-        distinct = {e.completion.token_ids: e for e in episodes_G if None not in e.judge_variances}
-        rated = [episode for episode in distinct.values() if episode.image_rewards]
-        if len(rated) > 1:
-            within, between = _components([episode.image_rewards for episode in rated])
-            sum_judge += fmean(v for e in rated for v in e.judge_variances if v is not None)
-            sum_total += within + max(between, 0.0)
-    return sum_judge, sum_total
