@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from shlex import quote
-from statistics import median
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
@@ -60,13 +59,7 @@ class Recording:
     def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
         """One line of metrics of all ranks: `metrics`, those with which the iteration `finished`,
         and the time of its phases. Collective."""
-        by_rank = self.dist.gather((metrics.state(), self.timer.own_seconds()))
-        return {
-            **Metrics.merge([state for state, _ in by_rank]),
-            **finished,
-            **self.timer.lap(),
-            **rank_times([seconds for _, seconds in by_rank]),
-        }
+        return {**self.dist.reduce(metrics), **finished, **self.timer.lap()}
 
     def write_line(self, done: int, line: Mapping[str, float]) -> None:
         """Write the line to the record, and print it."""
@@ -100,25 +93,6 @@ class Recording:
 def _off_device(episode: Episode) -> Episode:
     """The episode without its tensors on the device, which would stay there until it is written."""
     return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
-
-
-def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`time/<phase>_max_over_median`, also for the whole `iteration`, and `time/slowest_rank`;
-    {} with one rank.
-
-    `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.
-    """
-    if len(seconds_by_rank) == 1:
-        return {}
-    phases = dict.fromkeys(phase for seconds in seconds_by_rank for phase in seconds)
-    columns = {phase: [of_rank.get(phase, 0.0) for of_rank in seconds_by_rank] for phase in phases}
-    columns["iteration"] = whole = [sum(of_rank.values()) for of_rank in seconds_by_rank]
-    metrics = {
-        f"time/{phase}_max_over_median": max(seconds) / middle
-        for phase, seconds in columns.items()
-        if (middle := median(seconds)) > 0
-    }
-    return {**metrics, "time/slowest_rank": float(whole.index(max(whole)))}
 
 
 # ---- run -----------------------------------------------------------------------------------------

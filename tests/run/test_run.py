@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,21 +12,18 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tiny_ranks import run_ranks
 from tiny_run import episode, run_config
 
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.judge.client import JudgeStats
-from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
 from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks
-from rl.run.metric_table import doc_of
-from rl.run.run import PendingStep, Recording, Run, rank_times
+from rl.run.run import PendingStep, Recording, Run
 from rl.run.saving import Checkpointing
 from rl.run.set_up import _restore
 
@@ -165,41 +161,6 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         "what it learnt: rl report 'my runs/x'",
         "use it: rl edit --run 'my runs/x' ...",
     ]
-
-
-def test_the_slowest_rank_and_its_phases_are_logged() -> None:
-    seconds = [
-        {"generate": 2.0, "learn": 3.0},
-        {"generate": 1.0, "learn": 9.0},
-        {"generate": 1.0, "learn": 3.0, "evaluate": 0.5},
-    ]
-    metrics = rank_times(seconds)
-    assert metrics == {
-        "time/generate_max_over_median": 2.0,
-        "time/learn_max_over_median": 3.0,
-        "time/iteration_max_over_median": 2.0,
-        "time/slowest_rank": 1.0,
-    }
-    assert all(map(doc_of, metrics))
-    assert rank_times(seconds[:1]) == {}, "one rank is not compared with itself"
-
-
-def wait_for_rank_1() -> list[dict[str, float]]:
-    dist, timer = Dist.from_env("cpu"), PhaseTimer()
-    dist.gather(None)
-    with timer.phase("learn"):
-        time.sleep(0.6 * dist.rank)
-        dist.gather(None)
-    gathered = dist.gather(timer.own_seconds())
-    assert timer.lap()["time/learn_s"] > 0.5, "wall-clock time includes the wait"
-    dist.close()
-    return gathered
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_another_does_not_count_as_slow() -> None:
-    (of_0, of_1), _ = run_ranks(wait_for_rank_1, 2)
-    assert of_1["learn"] > 0.5 > of_0["learn"]
 
 
 @pytest.mark.parametrize(
