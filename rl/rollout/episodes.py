@@ -131,11 +131,10 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         Episode, group_id, arm.prompt, arm.completion, arm.action, noise_seed, image
     )
     lost = [r.picture.failure for r in arm.readings if r.picture.failure is not None]
-    by_policy = [failure.reason for failure in lost if failure.blame == "policy"]
-    if arm.failure is not None or by_policy:
-        failure = by_policy[0] if arm.failure is None else arm.failure
+    failures = [arm.failure, *(each.reason for each in lost if each.blame == "policy")]
+    if by_policy := [failure for failure in failures if failure is not None]:
         floor = config.algorithm.policy_failed_reward
-        return episode(Status.POLICY_FAILED, floor, failure=failure)
+        return episode(Status.POLICY_FAILED, floor, failure=by_policy[0])
 
     graded = [reading.grades for reading in arm.readings if reading.picture.failure is None]
     outputs = [(name, grade) for grades in graded for name, grade in grades.items()]

@@ -73,25 +73,24 @@ class PluginMetrics:
     def _add(
         self, metrics: Metrics, plugin: Plugin[Any], reported: Mapping[str, float] | Exception
     ) -> None:
-        prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
-        if isinstance(reported, Exception):
-            error_text = described(reported, plugin.cls.take_metrics)
-            self._leave_out(plugin, prefix, f"take_metrics raises {error_text}")
-            return
+        declared = plugin.cls.metrics
         if not isinstance(reported, Mapping):
-            expected = "expected a mapping of names to numbers"
-            self._leave_out(plugin, prefix, f"take_metrics returns {brief(reported)}; {expected}")
+            is_error = isinstance(reported, Exception)
+            got = described(reported, plugin.cls.take_metrics) if is_error else brief(reported)
+            self._leave_out(
+                plugin, "", f"take_metrics: {got}; expected a mapping of names to numbers"
+            )
             return
         for name, value in reported.items():
-            if name not in declared:
-                names = ", ".join(declared) or "none"
-                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({names})")
             # Not NaN, not infinite, nor a whole number beyond floats.
-            elif isinstance(value, Real) and -1e300 < value < 1e300:
-                metrics.add(f"{prefix}{name}", float(value))
+            is_number = isinstance(value, Real) and -1e300 < value < 1e300
+            if is_number and name in declared:
+                metrics.add(f"{prefix_of(plugin.key)}{name}", float(value))
             else:
-                problem = f"metric {name!r} is {brief(value)}; expected a finite number"
-                self._leave_out(plugin, name, problem)
+                expected = (
+                    f"expected a finite number for one of its metrics ({', '.join(declared)})"
+                )
+                self._leave_out(plugin, name, f"reports {name!r}: {brief(value)}; {expected}")
 
     def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:
         if (key := f"{plugin.key} {name}") not in self._warned:
