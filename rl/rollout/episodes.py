@@ -387,20 +387,17 @@ class PromptOrder:
 
 
 def first_samples(
-    sources: Sequence[DataSource],
-    weights: Sequence[float],
-    num_samples: int,
-    on_bad_row: OnBadRow = "error",
+    sources: Sequence[DataSource], num_samples: int, on_bad_row: OnBadRow = "error"
 ) -> list[Sample]:
-    """The first `num_samples` of a mixture, each source in its own order, no row twice.
+    """The first `num_samples` of sources that take turns, each in its own order, no row twice.
 
     Returns fewer if a source runs out (the others do not replace its share) or if rows cannot be
     read (with 'skip'). Raises ValueError if two samples have the same id.
     """
-    mixture = _Mixture(weights)
     samples: list[Sample] = []
     row_of_id: dict[str, str] = {}
-    for source, index in map(mixture.draw, range(num_samples)):
+    for n in range(num_samples if sources else 0):
+        index, source = divmod(n, len(sources))
         if index >= len(sources[source]):
             continue
         with skipping(on_bad_row):

@@ -44,9 +44,7 @@ from rl.run.saving import Checkpointing, save_before_leaving
 class Recording:
     """Writes a run's metrics and episodes to disk and console; every rank has one."""
 
-    dist: Dist
     console: Console
-    timer: PhaseTimer
     record: RunRecord
     follower: Follower
     """Shows the run, in a process of its own that reads these files."""
@@ -55,11 +53,6 @@ class Recording:
     num_iterations: int
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line of metrics that was written."""
-
-    def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
-        """One line of metrics of all ranks: `metrics`, those with which the iteration `finished`,
-        and the time of its phases. Collective."""
-        return {**self.dist.reduce(metrics), **finished, **self.timer.lap()}
 
     def write_line(self, done: int, line: Mapping[str, float]) -> None:
         """Write the line to the record, and print it."""
@@ -80,10 +73,10 @@ class Recording:
         write = partial(self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P)
         self.writer.put(f"the record of iteration {done}", write)
 
-    def end(self) -> None:
+    def end(self, timer: PhaseTimer) -> None:
         """Wait until everything is on disk, then print the time per phase, and what comes next."""
         self.writer.flush()
-        self.console.print_phase_times(self.timer.total, self.timer.wall_s)
+        self.console.print_phase_times(timer.total, timer.wall_s)
         run = quote(str(self.record.run_dir))
         if self.follower.makes_page:
             self.console.say(f"page: {run}/report/index.html")
@@ -285,7 +278,8 @@ class Run:
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
-        line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
+        finished = self.checkpointing.last_finished.metrics
+        line = {**self.dist.reduce(metrics), **finished, **self.timer.lap()}
         self.checks.check_line(line)
         self.recording.write_line(done, line)
         self.checkpointing.publish(done, line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
 from rl.console import Console, warn
-from rl.files import append_line, json_line, read_rows, write_atomically
+from rl.files import append_line, json_line, read_rows
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
@@ -208,17 +207,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         follower = Follower(config.run_dir, config.tracking, dist.is_main)
         stack.push(lambda kind, error, trace: follower.close(failed=error is not None))
         follower.start()
-        recording = Recording(
-            dist=dist,
-            console=console,
-            timer=timer,
-            record=record,
-            follower=follower,
-            writer=stack.enter_context(BackgroundWriter(config.run_dir)),
-            num_iterations=num_iterations,
-        )
+        writer = stack.enter_context(BackgroundWriter(config.run_dir))
+        recording = Recording(console, record, follower, writer, num_iterations)
         checkpointing = Checkpointing(
-            record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
+            record.config, dist, num_iterations, checkpoints, writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, dist)
         checks.watch.replay(record.lines())
@@ -279,9 +271,7 @@ def _open_data(
         stack.callback(source.close)
     if num_skipped := sum(source.num_skipped for source in sources):
         console.say(f"{num_skipped} bad rows of data.train are left out")
-    weights = [1.0] * len(validation)
-    num_samples = config.evaluation.num_samples
-    held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
+    held_out = first_samples(validation, config.evaluation.num_samples, on_bad_row)
     return sources, prompt_order, held_out
 
 
@@ -469,10 +459,6 @@ def _open_judge(
             warn(f"{key}: it trains nothing, so training goes on without it: {listed}")
     for _, dialects in outcomes:
         judge.adopt(dialects)
-    if dist.is_main and key == "judge":
-        left_out = {base: sorted(dialect.names) for base, dialect in judge.dialects().items()}
-        file = resolved.config.run_dir / "judge" / "left_out.json"
-        write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
 
 

@@ -19,7 +19,6 @@ from rl.api.plugin import Resources
 from rl.config.schema import load_config
 from rl.console import Console
 from rl.pool import pooled_renderer
-from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout
@@ -124,10 +123,10 @@ def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: P
     record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(LEARNING)
     checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), record, mock, writer, 3)
+    recording = Recording(Console(True), record, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
-    line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
+    line = dist.reduce(checks.metrics(Rollout([], [], {"strokes": 12.0})))
     checks.check_line(line)
     recording.write_line(1, line)
     writer.flush()

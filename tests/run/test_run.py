@@ -18,6 +18,7 @@ import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.judge.client import JudgeStats
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
@@ -141,7 +142,7 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
 
     mock, writer = MagicMock(), BackgroundWriter(tmp_path)
     record: Any = SimpleNamespace(write_episodes=write)
-    recording = Recording(Dist(), mock, mock, record, mock, writer, 9)
+    recording = Recording(mock, record, mock, writer, 9)
     recording.write_episodes(1, [GradedGroup(0, [full], [1.0], [])], [full])
     writer.flush()
     assert len(written) == 2, "the group's completion and its bare arm"
@@ -154,7 +155,7 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         MagicMock(run_dir=Path("my runs/x")),
         BackgroundWriter(tmp_path),
     )
-    Recording(Dist(), mock, mock, record, mock, writer, 9).end()
+    Recording(mock, record, mock, writer, 9).end(mock)
     said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
     assert said == [
         "page: 'my runs/x'/report/index.html",
@@ -171,7 +172,8 @@ def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned
     """Where 0 to 10 was asked for."""
     run = Run.__new__(Run)
     run.config, run.dist, run.held_out, run.start = run_config(), Dist(), [], 0
-    run.recording = run.checks = run.checkpointing = MagicMock()
+    run.recording = run.checks = MagicMock()
+    run.timer, run.checkpointing = PhaseTimer(), MagicMock(last_finished=MagicMock(metrics={}))
     run.prompt_order, run.judge_passed, run.num_skipped_rows = MagicMock(num_replaced=0), None, 0
     run.judges = {"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))}
     for done in range(3):
