@@ -182,14 +182,11 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
         add_bare_arm(metrics, "", episodes_G, bare)
     add_signals(metrics, rollout.episodes, dist)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    *moments, within, between, judge, total = dist.sum_floats(
-        [*astuple(local), *_variances(rollout.episodes).tolist()]
-    )
+    sums = [*astuple(local), *_variances(rollout.episodes)]
+    *moments, within, between = dist.sum_floats(sums)
     metrics.maximum("reward/std", RewardMoments(*moments).std)
     if within + between > 0:
         metrics.maximum("reward/noise_variance_share", within / (within + max(between, 0.0)))
-    if total > 0:
-        metrics.maximum("reward/judge_variance_share", min(1.0, judge / total))
     return metrics
 
 
@@ -272,31 +269,25 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
 
 
-def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> np.ndarray:
-    """[4], sums over the groups of variances of a picture's reward: within a completion and between
-    the completions, in groups with several pictures per completion; the judge's and the whole one,
-    in groups in which two or more distinct completions have repeated judgements."""
-    sums = np.zeros(4)
+def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
+    """Variance of a picture's reward (within a completion, between the completions of a group),
+    summed over the groups with several pictures per completion."""
+    sum_within = sum_between = 0.0
     for episodes_G in episodes_PG:
-        several = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
-        if len(several) > 1:
-            sums[:2] += _components(several)
-        rated = {e.completion.token_ids: e for e in episodes_G if None not in e.judge_variances}
-        repeated = [episode for episode in rated.values() if episode.image_rewards]
-        if len(repeated) > 1:
-            within, between = _components([episode.image_rewards for episode in repeated])
-            judge = [v for e in repeated for v in e.judge_variances if v is not None]
-            sums[2:] += fmean(judge), within + max(between, 0.0)
-    return sums
+        rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
+        if len(rows) > 1:
+            within, between = _components(rows)
+            sum_within += within
+            sum_between += between
+    return sum_within, sum_between
 
 
 def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(variance within, variance between) two or more rows; 0 within if each has one value.
-    Unbiased estimates (one-way ANOVA, Searle et al. 1992): that between may be negative."""
+    """(variance within, variance between) two or more rows of several values each. Unbiased
+    estimates (one-way ANOVA, Searle et al. 1992): that between may be negative."""
     num_values, degrees = sum(map(len, rows)), len(rows) - 1
     grand_mean = sum(map(sum, rows)) / num_values
-    squares = sum((len(row) - 1) * variance(row) for row in rows if len(row) > 1)
-    within = squares / max(1, num_values - len(rows))
+    within = sum((len(row) - 1) * variance(row) for row in rows) / (num_values - len(rows))
     between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
     per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
     return within, (between - within) / per_row
