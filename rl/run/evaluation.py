@@ -350,6 +350,7 @@ def evaluate(
     hashes_P = [contents_of(sample) for sample in rank_samples]
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
     again: Drawn = {}
+    writer.drain()  # what the first evaluation wrote is read below
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         variants = _variants(context, engine, prompts_P)
@@ -364,7 +365,6 @@ def evaluate(
             num = max(2, NUM_AGAIN // dist.world_size) if iteration == 0 else 1
             again = _draw_again(context, learner, variants, num, dist)
         if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
-            writer.drain()  # what the first evaluation wrote is read here and below
             if iteration == 0:
                 untrained = draw_untrained(context, prompts_P, drawn, dist)
                 write_untrained(run_dir, untrained, dist, writer)
