@@ -296,15 +296,9 @@
     log_episodes_every_n_iterations: 1,
     // Pictures written per logged iteration, over all ranks.
     images_per_iteration: 16,
-    // Training pictures of older iterations are deleted, their records kept; 0 = all are kept.
+    // Training pictures of older iterations are deleted, also the small ones, and their records
+    // kept; 0 = all are kept.
     keep_images_of_last_n_iterations: 0,
-    // Megabytes that small pictures of every group may take over the whole run: sources and every
-    // distinct completion, larger where rewards differ, completions failed or the gain was large;
-    // 0 = none.
-    thumbnails_mb: 200.0,
-    // Print one group on the console: the instruction, its best, worst and a middle completion,
-    // their reward parts, the judge's replies; 0 = never.
-    show_group_every_n_iterations: 10,
     // Write <run>/report/index.html at evaluations and at the end (`rl follow`).
     page: true,
   },

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -16,8 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl.api.types import Episode
-from rl.printing import excerpt, guard, plain, wrapped
+from rl.printing import guard, plain, wrapped
 
 # ---- console -------------------------------------------------------------------------------------
 # What a run prints: a line per phase, a summary line per iteration, a table of phase times.
@@ -42,8 +40,6 @@ _ETA_WINDOW = 20
 """Number of latest iterations that the time per iteration is averaged over."""
 FIRST_LINE_S = 10.0
 """Time to the first line of long work in a log."""
-_BLOCK_WIDTH, MAX_CHARS = 80, 240
-"""Columns of a printed group, and the limit of each of its texts."""
 
 
 def warn(text: str) -> None:
@@ -132,28 +128,3 @@ class Console:
         for name, phase_s in rows:
             table.add_row(name, duration(phase_s), f"{phase_s / max(wall_s, 1e-9):.1%}")
         self._rich.print(table)
-
-    def print_group(
-        self, iteration: int, episodes_G: Sequence[Episode], advantages_G: Sequence[float | None]
-    ) -> None:
-        """The completions with the highest, the median and the lowest reward of a group, with
-        reward (advantage) and the judge's first reply, or why there is none; those without a reward
-        are the lowest."""
-        sample = episodes_G[0].prompt.sample
-        asked = f"{excerpt(sample.id, MAX_CHARS)}: {excerpt(sample.instruction, MAX_CHARS)}"
-        table = Table("reward", "wrote", "judge", box=None, title=Text(asked), title_justify="left")
-        rewards = [-math.inf if e.reward is None else e.reward for e in episodes_G]
-        order = sorted(range(len(rewards)), key=lambda g: -rewards[g])
-        for position in sorted({0, len(order) // 2, len(order) - 1}):
-            episode, advantage = episodes_G[order[position]], advantages_G[order[position]]
-            grade = episode.status.value if episode.reward is None else f"{episode.reward:.3g}"
-            if advantage is not None:
-                grade += f" ({advantage:+.3g})"
-            replies = [reply for of_judge in episode.replies.values() for reply in of_judge[:1]]
-            wrote = [text for text in (episode.action.thought, episode.action.words) if text]
-            cells = [wrote or ["(nothing)"], [episode.failure] if episode.failure else replies]
-            shown = ("\n".join(excerpt(text, MAX_CHARS) for text in texts) for texts in cells)
-            table.add_row(grade, *map(Text, shown))
-        self.say(f"---- one group of iteration {iteration} ".ljust(_BLOCK_WIDTH, "-"))
-        self._rich.print(table, width=_BLOCK_WIDTH, soft_wrap=False)
-        self.say("-" * _BLOCK_WIDTH)

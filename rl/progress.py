@@ -15,7 +15,6 @@ from rl.console import Console, duration
 from rl.meter import seconds_between, time_mark
 from rl.printing import wrapped
 from rl.ranks import heartbeat
-from rl.ranks.dist import waited_s
 
 LOOK_EVERY_S = 0.5
 _console: Console | None = None
@@ -100,8 +99,6 @@ class Phase:
     """A phase of this iteration."""
 
     seconds: float = 0.0
-    waited_s: float = 0.0
-    """Of `seconds` in collectives, where faster ranks wait for slower ones."""
     text: str = ""
 
     def note(self, text: str) -> None:
@@ -129,7 +126,6 @@ class PhaseTimer:
         self.model_flops = 0.0
         """FLOPs of the policy's training passes since the last lap."""
         self._start_s = self._lap_s = time.perf_counter()
-        self._charged_waited_s = waited_s()
         self._marks = [("", time_mark(device))]
         """(the phase that ended or was paused, '' for none; when), as far as not yet counted; the
         first is when the one before it ended."""
@@ -156,10 +152,8 @@ class PhaseTimer:
 
     def _charge(self) -> None:
         """The time since the last call belongs to the innermost phase that is running."""
-        name, now_waited_s = self._under_way[-1] if self._under_way else "", waited_s()
-        self._phases[name].waited_s += now_waited_s - self._charged_waited_s
+        name = self._under_way[-1] if self._under_way else ""
         self._marks.append((name, time_mark(self._device)))
-        self._charged_waited_s = now_waited_s
 
     def _count(self) -> dict[str, Phase]:
         """Wait until the device has passed all marks; the phases since the last lap."""
@@ -167,11 +161,6 @@ class PhaseTimer:
             self._phases[name].seconds += seconds_between(start, end)
         del self._marks[:-1]
         return {name: phase for name, phase in self._phases.items() if name}
-
-    def own_seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, without waits for other ranks. No phase may be
-        under way."""
-        return {name: phase.seconds - phase.waited_s for name, phase in self._count().items()}
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next

@@ -296,8 +296,6 @@ class Episode:
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()
     """Final reward of each graded picture of this completion; `reward` is their mean."""
-    judge_variances: tuple[float | None, ...] = ()
-    """Variance of each of these between repeated judgements of the picture; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -382,12 +382,6 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return noted
 
 
-def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a resolved config that no resume may change, by dotted key."""
-    flat = _flat(config, _held_out_only(config))
-    return {key: value for key, value in flat.items() if effect(key, config) == "breaks"}
-
-
 def _held_out_only(config: Mapping[str, Any]) -> set[str]:
     rewards = config.get("rewards", {})
     return {name for name, section in rewards.items() if section.get("held_out_only")}

@@ -131,7 +131,6 @@ class Learner:
                 config.warmup_iterations,
                 config.final_lr_fraction,
             ),
-            group_sizes=num_completions_P,
             minibatches=minibatches,
             keeps_graphs=exact and self._backend.keeps_graphs,
             optimizer_step=self._optimizer_step,

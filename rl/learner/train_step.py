@@ -22,7 +22,7 @@ from rl.algorithm.grpo import (
     mismatch,
     objective,
 )
-from rl.algorithm.metrics import Metrics
+from rl.algorithm.metrics import SPREAD_TOLERANCE, Metrics
 from rl.api.loss import Denominators, LossInputs, divisor
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs, TrainSequence
@@ -49,6 +49,14 @@ class MicroBatch:
     rows: tuple[Row, ...]
     members: tuple[Member, ...]
     """The completion that each row belongs to."""
+    trainable: tuple[Member, ...] = ()
+    """All members but fillers and those of the bare arm."""
+
+    @property
+    def to_read(self) -> tuple[Member, ...]:
+        """Members whose reference and old log-probs are computed: the trainable ones or, without
+        any, one other, because ranks may have to forward together."""
+        return self.trainable or self.members[:1]
 
     @property
     def num_tokens(self) -> int:
@@ -74,29 +82,28 @@ def pack_groups(
     `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
     are paired with the prompt's `plain`.
     """
-    packs: list[list[tuple[Row, Member]]] = [[]]
+    nums_P = num_sampled_P or [len(ids_G) for ids_G in ids_PG]
+    packs: list[list[Member]] = [[]]
 
-    def is_full(*more: tuple[Row, Member]) -> bool:
-        rows = tuple(row for row, _ in (*packs[-1], *more))
-        return bool(packs[-1]) and MicroBatch(rows, ()).num_tokens > max_tokens
+    def row_of(p: int, g: int) -> Row:
+        return prompts_P[p] if g < nums_P[p] else prompts_P[p].plain, ids_PG[p][g]
+
+    def packed(members: Sequence[Member]) -> MicroBatch:
+        trainable = tuple((p, g) for p, g in members if g < nums_P[p])
+        return MicroBatch(tuple(row_of(p, g) for p, g in members), tuple(members), trainable)
+
+    def is_full(*more: Member) -> bool:
+        return bool(packs[-1]) and packed([*packs[-1], *more]).num_tokens > max_tokens
 
     for p in range(len(prompts_P)) if groups is None else groups:
-        num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
-        group: list[tuple[Row, Member]] = [
-            ((prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids), (p, g))
-            for g, ids in enumerate(ids_PG[p])
-        ]
+        group = [(p, g) for g in range(len(ids_PG[p]))]
         if is_full(*group):
             packs.append([])
-        for entry in group:
-            if is_full(entry):
+        for member in group:
+            if is_full(member):
                 packs.append([])
-            packs[-1].append(entry)
-    return [
-        MicroBatch(tuple(row for row, _ in pack), tuple(member for _, member in pack))
-        for pack in packs
-        if pack
-    ]
+            packs[-1].append(member)
+    return [packed(members) for members in packs if members]
 
 
 def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
@@ -356,21 +363,6 @@ class Minibatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Properties of a micro-batch that are known before its first forward."""
-
-    trainable: tuple[Member, ...]
-    """All rows but fillers and those of the bare arm."""
-    to_read: tuple[Member, ...]
-    """Rows whose reference and old log-probs are computed: the trainable ones or, without any, one
-    other, because ranks may have to forward together."""
-    is_stale: bool
-    """Whether weights change between its rollout and its backward."""
-    may_keep: bool
-    """Whether the graph of its forward may be kept until the rewards are known."""
-
-
-@dataclass(frozen=True, eq=False)
 class KeptForward:
     """A forward with its graph."""
 
@@ -397,8 +389,6 @@ class TrainStep:
     config: RunConfig
     dist: Dist
     learning_rate: float
-    group_sizes: Sequence[int]
-    """Trainable completions of each group; the bare arm's follow them."""
     minibatches: list[Minibatch]
     """In the order of the steps; the first is computed with the weights of the rollout."""
     keeps_graphs: bool
@@ -408,7 +398,6 @@ class TrainStep:
     measures_rise: bool = False
     """Whether to measure, by one more forward, if the first step moves the log-probs the way that
     the rewards point."""
-    _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_kept_tokens: int = 0
     _old: dict[Member, list[float]] = field(default_factory=dict)
@@ -426,21 +415,11 @@ class TrainStep:
         self._learner_metrics = LearnerMetrics(self.dist.device)
         limit = self.config.optimizer.max_kept_tokens
         self._max_kept_tokens = math.inf if limit is None else limit
-        for minibatch in self.minibatches:
-            is_stale = self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
-            for micro_batch in minibatch.micro_batches:
-                members = micro_batch.members
-                trainable = tuple((p, g) for p, g in members if p >= 0 and g < self.group_sizes[p])
-                may_keep = self.keeps_graphs and not is_stale and FILLER not in members
-                may_keep = may_keep and micro_batch.num_tokens <= self._max_kept_tokens
-                self._rows[micro_batch] = Rows(
-                    trainable, trainable or members[:1], is_stale, may_keep
-                )
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
+        self.micro_batches = list(chain.from_iterable(m.micro_batches for m in self.minibatches))
         """All of them, in order, fillers included."""
-        return list(self._rows)
+        stale = self.minibatches[0 if self.config.max_staleness > 0 else 1 :]
+        self._stale = set(chain.from_iterable(minibatch.micro_batches for minibatch in stale))
+        """Micro-batches between whose rollout and backward weights change."""
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
         """The forward that conditions the renderer. If it is not the forward of the training rows,
@@ -456,7 +435,7 @@ class TrainStep:
         """The rollout's forward of all rows; its graph is kept where the backward can use it."""
         keep = self._has_room(micro_batch)
         batch, outputs = self._run(micro_batch, micro_batch.members, keep)
-        if self._rows[micro_batch].is_stale:
+        if micro_batch in self._stale:
             self._old.update(by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
@@ -471,15 +450,14 @@ class TrainStep:
         for micro_batch in self.minibatches[0].micro_batches:
             if not still_waiting():
                 return
-            members = self._rows[micro_batch].trainable
+            members = micro_batch.trainable
             if micro_batch not in self._kept and members and self._has_room(micro_batch):
                 self._run(micro_batch, members, keep=True)
-        trainable = {m: rows.trainable for m, rows in self._rows.items()}
-        self._compute_reference(trainable, still_waiting)
+        self._compute_reference({m: m.trainable for m in self.micro_batches}, still_waiting)
 
     def compute_old_logprobs(self) -> None:
         """Compute missing old log-probs before the weights change. Collective if forwards are."""
-        self._compute_old({m: rows.to_read for m, rows in self._rows.items()})
+        self._compute_old({m: m.to_read for m in self.micro_batches})
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """Add prompt p's graded completions, None for those without loss, and run the backward of
@@ -508,13 +486,13 @@ class TrainStep:
         plan = self._plan()
         for micro_batch in self._kept.keys() - plan.keys():
             del self._kept[micro_batch]
-        self._compute_old({m: members for m, members in plan.items() if self._rows[m].is_stale})
+        self._compute_old({m: members for m, members in plan.items() if m in self._stale})
         for minibatch in self.minibatches:
             actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
             remaining = [m for m in minibatch.micro_batches[minibatch.num_done :] if m in plan]
-            self._compute_reference({m: self._rows[m].to_read for m in remaining})
+            self._compute_reference({m: m.to_read for m in remaining})
             for micro_batch in remaining:
                 self._backward(minibatch, micro_batch, plan[micro_batch])
             loss = loss_named(self.config.algorithm.loss)
@@ -526,9 +504,8 @@ class TrainStep:
         """The rows of its backward, once all are graded: those with loss. If the forward may run
         before the grades are known, all trainable rows if any has loss, because the sums must not
         depend on the judge's speed."""
-        rows = self._rows[micro_batch]
         live = tuple(member for member in micro_batch.members if member in self._sequences)
-        return rows.trainable if live and rows.may_keep else live
+        return micro_batch.trainable if live and self._may_keep(micro_batch) else live
 
     def _plan(self) -> MembersOf:
         """The rows of the remaining backwards; one row where only other ranks have rows to run."""
@@ -538,7 +515,7 @@ class TrainStep:
             num_ranks = self.dist.sum_floats([float(bool(members)) for members in plan.values()])
             for micro_batch, num_with_rows in zip(list(plan), num_ranks, strict=True):
                 if num_with_rows and not plan[micro_batch]:
-                    plan[micro_batch] = self._rows[micro_batch].to_read[:1]
+                    plan[micro_batch] = micro_batch.to_read[:1]
         return {micro_batch: members for micro_batch, members in plan.items() if members}
 
     def _count(self, minibatch: Minibatch) -> Denominators:
@@ -552,9 +529,15 @@ class TrainStep:
         num_tokens, num_sequences = totals[:2] if totals[0] else totals[2:]
         return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
+    def _may_keep(self, micro_batch: MicroBatch) -> bool:
+        """Whether the graph of its forward may be kept until the rewards are known."""
+        is_exact = self.keeps_graphs and micro_batch not in self._stale
+        fits = FILLER not in micro_batch.members and micro_batch.num_tokens <= self._max_kept_tokens
+        return is_exact and fits
+
     def _has_room(self, micro_batch: MicroBatch) -> bool:
         num_tokens = self._num_kept_tokens + micro_batch.num_tokens
-        return self._rows[micro_batch].may_keep and num_tokens <= self._max_kept_tokens
+        return self._may_keep(micro_batch) and num_tokens <= self._max_kept_tokens
 
     def _run(
         self, micro_batch: MicroBatch, members: Sequence[Member], keep: bool
@@ -629,7 +612,7 @@ class TrainStep:
             algorithm,
             sequences_B,
             kept.logprobs,
-            in_order(self._old) if self._rows[micro_batch].is_stale else None,
+            in_order(self._old) if micro_batch in self._stale else None,
             minibatch.planned,
         )
         reference = None
@@ -677,9 +660,11 @@ class TrainStep:
             _, outputs = self._run(micro_batch, members, keep=False)
             moved_B = (outputs.logprobs - before).mul(mask).sum(1).tolist()
             sequences_B = [self._sequences.get(member) for member in members]
-            products += [s.excess * x for s, x in zip(sequences_B, moved_B, strict=True) if s]
+            for sequence, moved in zip(sequences_B, moved_B, strict=True):
+                if sequence is not None and abs(sequence.excess) > SPREAD_TOLERANCE:
+                    products.append(sequence.excess * moved)
         self._trained.clear()
-        self._learner_metrics.add_rise([x for x in products if x], self.dist)
+        self._learner_metrics.add_rise(products, self.dist)
 
 
 def loss_inputs(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -97,8 +96,7 @@ class Dist:
         if self.world_size > 1:
             import torch.distributed as td
 
-            with _waiting():
-                td.all_reduce(tensor, group=None if tensor.is_cuda else self._cpu_group)
+            td.all_reduce(tensor, group=None if tensor.is_cuda else self._cpu_group)
         return tensor
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
@@ -149,8 +147,7 @@ class Dist:
         import torch.distributed as td
 
         values: list[Any] = [None] * self.world_size
-        with _waiting():
-            td.all_gather_object(values, value, group=self._cpu_group)
+        td.all_gather_object(values, value, group=self._cpu_group)
         return values
 
     def reduce(self, metrics: Any) -> dict[str, float]:
@@ -179,25 +176,6 @@ def calls_in_step(num_calls: int, module: torch.nn.Module) -> int:
     most = torch.tensor(num_calls, device=next(module.parameters()).device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
-
-
-_waited_s = 0.0
-
-
-def waited_s() -> float:
-    """Seconds that this process spent in collectives, nearly all of them waiting for slower ranks.
-    (A collective on the GPU returns at once; the next synchronising call waits instead.)"""
-    return _waited_s
-
-
-@contextmanager
-def _waiting() -> Iterator[None]:
-    global _waited_s
-    began_s = time.perf_counter()
-    try:
-        yield
-    finally:
-        _waited_s += time.perf_counter() - began_s
 
 
 def _resolve_device(device: str, local_rank: int) -> str:

@@ -16,14 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import pstdev
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from PIL.Image import Image, new
 
-from rl.api.types import Episode, Sample, Status
+from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
 from rl.console import warn
 from rl.files import (
@@ -60,8 +59,8 @@ ENTRY_NAMES = {
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
 """Folder of the run -> pattern of the names of its entries, one or more per iteration."""
-PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
-"""Name of a picture in a folder of `images`."""
+PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}(?:_(?:source\d*|target|bare|m\d+)\.png|\.webp)")
+"""Name of a picture in a folder of `images`, or of a sheet in one of `thumbnails`."""
 
 
 def rewind(run_dir: Path, iteration: int, has_episodes: bool) -> list[str]:
@@ -206,120 +205,39 @@ class BackgroundWriter:
 
 
 # ---- thumbnails ----------------------------------------------------------------------------------
-# Writes small pictures of every training group, within one budget of bytes per run.
+# Small pictures of every training group: `<run>/thumbnails/it_000012/rank0_g03.webp` has all of a
+# group, about 3 kB each.
 
-LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))
-"""(longest side of a picture in px, WebP quality), tried in order until a group fits its share."""
-BASE_WEIGHT = 0.25
-"""A group's share of the bytes is proportional to this plus its `interest`."""
-_MARGIN = 1.5
-"""A level is skipped if the last sheet's bytes per px predict more than this times the share."""
+THUMBNAIL_PX = 128
+"""Longest side."""
+_QUALITY = 70
 _BLOCK_PX = 16
 """WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
 _ROW_PX = 4096
 """Maximum width of a sheet; WebP's limit is 16,383."""
-_FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
 
 
-class GroupPictures(NamedTuple):
-    """What the sheet of group `g` of this rank is made of."""
-
-    g: int
-    pictures: Sequence[Image]
-    """Distinct: sources, target, bare arm, and one per distinct completion."""
-    interest: float
-
-
-class Thumbnails:
-    """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
-
-    The budget is divided equally over ranks. An iteration may use the bytes left, divided
-    by the iterations left. Groups get shares of that by `interest`, the most interesting first;
-    bytes that a group does not use go to the next ones. A group whose share is too small for the
-    smallest of `LEVELS` gets no sheet.
-    """
-
-    def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
-        self._folder = run_dir / "thumbnails"
-        self._budget_bytes = budget_bytes / dist.world_size
-        self._dist = dist
-        self._free_bytes: float | None = None
-
-    def write(
-        self, iteration: int, groups: Sequence[GroupPictures], num_left: int
-    ) -> dict[int, str]:
-        """Write the sheets of an iteration. `num_left`: iterations still to write, including this
-        one. Returns `id` of a picture -> its place, a path relative to the run folder with a media
-        fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
-        if self._free_bytes is None:
-            self._free_bytes = self._budget_bytes - self._used_bytes()
-        budget_bytes = left_bytes = self._free_bytes / num_left
-        left_weight = sum(BASE_WEIGHT + group.interest for group in groups)
-        places: dict[int, str] = {}
-        density = 0.0  # of the last sheet: bytes / (pictures * side_px^2)
-        for group in sorted(groups, key=lambda group: -group.interest):
-            weight = BASE_WEIGHT + group.interest
-            share = left_bytes * weight / left_weight
-            left_weight -= weight
-            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{group.g:02d}.webp"
-            pictures = group.pictures
-            for side, quality in LEVELS if pictures else ():
-                is_last = side == LEVELS[-1][0]
-                if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
-                    continue
-                pictures = [downscale(over_white(picture), side) for picture in pictures]
-                data, boxes = _sheet(pictures, quality)
-                density = len(data) / len(pictures) / side**2
-                if len(data) <= share:
-                    write_atomically(self._folder / name, data, durable=False)
-                    left_bytes -= len(data)
-                    for picture, box in zip(group.pictures, boxes, strict=True):
-                        places[id(picture)] = f"thumbnails/{name}#xywh={box}"
-                    break
-        self._free_bytes -= budget_bytes - left_bytes  # after the writes, which are retried
-        return places
-
-    def _used_bytes(self) -> int:
-        """Bytes of earlier starts' sheets that count for this rank, at this number of ranks."""
-        return sum(
-            path.stat().st_size
-            for path in self._folder.glob("it_*/*.webp")
-            if (match := _FILE_NAME.fullmatch(path.name))
-            and int(match[1]) % self._dist.world_size == self._dist.rank
-        )
-
-
-def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
-    """How interesting a group is, 0..1: the largest of twice the standard deviation of its
-    rewards; the share of completions that failed or were not graded; how far its mean reward is
-    from the bare arm's; twice the standard deviation between the judge's readings of a picture."""
-    rewards = [episode.reward for episode in episodes_G if episode.reward is not None]
-    failed = sum(episode.status is not Status.SCORED for episode in episodes_G)
-    values = [failed / max(1, len(episodes_G))]
-    if rewards:
-        values.append(2 * pstdev(rewards))
-        if bare is not None and bare.reward is not None:
-            values.append(abs(sum(rewards) / len(rewards) - bare.reward))
-    variances = (v for episode in episodes_G for v in episode.judge_variances if v is not None)
-    values.append(2 * max(variances, default=0.0) ** 0.5)
-    return min(1.0, max(values))
-
-
-def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
-    """(the pictures as one WebP, 'left,top,width,height' of each)."""
-    side = max(max(picture.size) for picture in pictures)
-    cell = -(-side // _BLOCK_PX) * _BLOCK_PX
-    columns = min(len(pictures), _ROW_PX // cell)
-    rows = -(-len(pictures) // columns)
+def write_thumbnails(run_dir: Path, name: str, pictures: Sequence[Image]) -> dict[int, str]:
+    """Write pictures as one WebP, `<run>/thumbnails/<name>.webp`. Returns `id` of a picture -> its
+    place, a path relative to the run folder with a media fragment (W3C):
+    'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
+    if not pictures:
+        return {}
+    small = [downscale(over_white(picture), THUMBNAIL_PX) for picture in pictures]
+    cell = -(-max(max(each.size) for each in small) // _BLOCK_PX) * _BLOCK_PX
+    columns = min(len(small), _ROW_PX // cell)
+    rows = -(-len(small) // columns)
     sheet = new("RGB", (columns * cell, rows * cell), "white")
-    boxes = []
-    for i, picture in enumerate(pictures):
+    file = f"thumbnails/{name}.webp"
+    places = {}
+    for i, (picture, each) in enumerate(zip(pictures, small, strict=True)):
         left, top = i % columns * cell, i // columns * cell
-        sheet.paste(picture, (left, top))
-        boxes.append(f"{left},{top},{picture.width},{picture.height}")
+        sheet.paste(each, (left, top))
+        places[id(picture)] = f"{file}#xywh={left},{top},{each.width},{each.height}"
     encoded = io.BytesIO()
-    sheet.save(encoded, "WEBP", quality=quality, method=2)  # method=4: 2x the time, 2 % fewer bytes
-    return encoded.getvalue(), boxes
+    sheet.save(encoded, "WEBP", quality=_QUALITY, method=2)  # 4: 2x the time, 2 % fewer bytes
+    write_atomically(run_dir / file, encoded.getvalue(), durable=False)
+    return places
 
 
 # ---- run record ----------------------------------------------------------------------------------
@@ -337,7 +255,7 @@ class RunRecord:
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (`provenance`)
     <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
                                              `..._target.png`: the group's sources and target
-    <run>/thumbnails/it_000012/rank0_g03.webp  small pictures of a group (`thumbnails.py`)
+    <run>/thumbnails/it_000012/rank0_g03.webp  small pictures of a group (`write_thumbnails`)
     <run>/set_aside/                         records of iterations that were repeated (`rewind.py`)
 
     Iterations count from 1; iteration 0 is the evaluation before training.
@@ -351,7 +269,6 @@ class RunRecord:
             remember(judge.api_key_env)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config, scrubbed, so that it may be published."""
-        self._thumbnails = Thumbnails(run_dir, 1e6 * config.tracking.thumbnails_mb, dist)
         # Not thread-local: the writer thread checks whether the lock is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
@@ -415,24 +332,15 @@ class RunRecord:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None] = (),
-        num_later: int = 0,
     ) -> None:
         """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
-        thumbnails (their budget is also for the run's `num_later` later iterations), and its share
-        of the iteration's `images_per_iteration` pictures, group by group; then delete old pictures
-        (`keep_images_of_last_n_iterations`). Does nothing on iterations that
-        `log_episodes_every_n_iterations` leaves out."""
+        thumbnails, and its share of the iteration's `images_per_iteration` pictures, group by
+        group; then delete old pictures and thumbnails (`keep_images_of_last_n_iterations`). Does
+        nothing on iterations that `log_episodes_every_n_iterations` leaves out."""
         if not self._records_episodes(iteration):
             return
         bare_P = bare_P or [None] * len(episodes_PG)
-        groups = [
-            GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
-            for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
-        ]
-        places = self._thumbnails.write(
-            iteration, groups, num_later // self._tracking.log_episodes_every_n_iterations + 1
-        )
-        self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
+        self._write_lines(iteration, episodes_PG, advantages_PG, bare_P)
         num_kept = self._tracking.keep_images_of_last_n_iterations
         if num_kept and self._dist.is_main:
             self._delete_images(iteration - num_kept)
@@ -447,16 +355,17 @@ class RunRecord:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None],
-        places: Mapping[int, str],
     ) -> None:
-        """`places`: `id` of a picture -> the place of its thumbnail."""
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
         # Ranks have equally many episodes, so how many pictures lower ranks write is known.
         images_left = self._tracking.images_per_iteration - self._dist.rank * num_here
         groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
-            stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
+            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
+            stem = f"images/{name}"
+            small = _distinct_pictures(episodes_G, bare)
+            places = write_thumbnails(self.run_dir, name, small)
             with_pictures = images_left > 0
             shared: dict[str, Any] = {"source_file": None, "target_file": None}
             if episodes_G:
@@ -496,9 +405,10 @@ class RunRecord:
         return f"{stem}.png"
 
     def _delete_images(self, last: int) -> None:
-        """Delete all ranks' pictures up to iteration `last`, and folders that no rank writes to any
-        more. Other files in these folders stay."""
-        for folder, iteration in _entries(self.run_dir / "images").items():
+        """Delete all ranks' pictures and thumbnails up to iteration `last`, and folders that no
+        rank writes to any more. Other files in these folders stay."""
+        folders = _entries(self.run_dir / "images") | _entries(self.run_dir / "thumbnails")
+        for folder, iteration in folders.items():
             if iteration <= last:
                 with suppress(OSError):  # leave what cannot be deleted
                     for path in folder.iterdir():

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from PIL.Image import Image
@@ -35,7 +35,7 @@ from rl.api.types import (
     UnusableSampleError,
     is_unreadable,
 )
-from rl.config.schema import FinalReward, RunConfig
+from rl.config.schema import RunConfig
 from rl.files import copied_pictures
 from rl.judge.client import JudgeError
 from rl.printing import excerpt
@@ -131,11 +131,10 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         Episode, group_id, arm.prompt, arm.completion, arm.action, noise_seed, image
     )
     lost = [r.picture.failure for r in arm.readings if r.picture.failure is not None]
-    by_policy = [failure.reason for failure in lost if failure.blame == "policy"]
-    if arm.failure is not None or by_policy:
-        failure = by_policy[0] if arm.failure is None else arm.failure
+    failures = [arm.failure, *(each.reason for each in lost if each.blame == "policy")]
+    if by_policy := [failure for failure in failures if failure is not None]:
         floor = config.algorithm.policy_failed_reward
-        return episode(Status.POLICY_FAILED, floor, failure=failure)
+        return episode(Status.POLICY_FAILED, floor, failure=by_policy[0])
 
     graded = [reading.grades for reading in arm.readings if reading.picture.failure is None]
     outputs = [(name, grade) for grades in graded for name, grade in grades.items()]
@@ -147,17 +146,15 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     for name, grade in outputs:
         replies[name] = replies.get(name, ()) + grade.replies
     rewards: list[float] = []
-    variances: list[float | None] = []
     for grades in graded:
         values = values_of(grades)
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
-        # Outside of training there are no rewards, so there are no grades.
+        # `rl edit` draws without rewards: there are no grades.
         reward = compose(values, config.final_reward) if grades else None
         if reward is not None:
             rewards.append(reward)
-            variances.append(judge_variance(grades, config.final_reward))
     fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
@@ -174,8 +171,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     if not rewards:
         fields["failure"] = fields["failure"] or "no reward"
         return episode(Status.UNGRADED, None, **fields)
-    fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}
-    return episode(Status.SCORED, fmean(rewards), **fields)
+    return episode(Status.SCORED, fmean(rewards), **fields, image_rewards=tuple(rewards))
 
 
 def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
@@ -192,27 +188,6 @@ def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
             " pictures or instruction. A renderer's decode_sources must return the samples in the "
             "order in which it gets them"
         )
-
-
-def judge_variance(grades: Grades, final: FinalReward) -> float | None:
-    """Variance of a picture's final reward between repeated judgements: the sum over the judge's
-    rewards of (weight / sum of weights)^2 x variance of its readings / their number.
-
-    None where it is unknown: no judge, a single reading, or a final reward that is not a weighted
-    sum of whole rewards.
-    """
-    weights = final.weights or dict.fromkeys(grades, 1.0)
-    counted = {name: weight for name, weight in weights.items() if weight}
-    judged = [name for name in counted if name in grades and grades[name].replies]
-    is_sum = final.op == "weighted_sum" or len(counted) == 1
-    has_readings = all(len(grades[name].readings) > 1 for name in judged)
-    if not (judged and is_sum and has_readings and counted.keys() <= grades.keys()):
-        return None
-    shares = {name: counted[name] / sum(counted.values()) for name in judged}
-    return sum(
-        share**2 * variance(grades[name].readings) / len(grades[name].readings)
-        for name, share in shares.items()
-    )
 
 
 def values_of(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
@@ -388,20 +363,17 @@ class PromptOrder:
 
 
 def first_samples(
-    sources: Sequence[DataSource],
-    weights: Sequence[float],
-    num_samples: int,
-    on_bad_row: OnBadRow = "error",
+    sources: Sequence[DataSource], num_samples: int, on_bad_row: OnBadRow = "error"
 ) -> list[Sample]:
-    """The first `num_samples` of a mixture, each source in its own order, no row twice.
+    """The first `num_samples` of sources that take turns, each in its own order, no row twice.
 
     Returns fewer if a source runs out (the others do not replace its share) or if rows cannot be
     read (with 'skip'). Raises ValueError if two samples have the same id.
     """
-    mixture = _Mixture(weights)
     samples: list[Sample] = []
     row_of_id: dict[str, str] = {}
-    for source, index in map(mixture.draw, range(num_samples)):
+    for n in range(num_samples if sources else 0):
+        index, source = divmod(n, len(sources))
         if index >= len(sources[source]):
             continue
         with skipping(on_bad_row):

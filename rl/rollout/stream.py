@@ -311,14 +311,12 @@ class PendingRollout:
         try:
             with counted("verdicts", len(self._futures), self._num_done()) as progress:
                 for p, arms_G in enumerate(self._arms_PG):
-                    with timer.phase("judge_wait") as phase:
+                    with timer.phase("judge_wait"):
                         for reading in self._readings(p):
                             reading.grades = self._grades(reading, progress, should_stop)
                         group = sampled.group_ids[p], sampled.noise_seeds[p]
                         episodes = [episode_of(config, arm, *group) for arm in arms_G if arm]
                         self._episodes_PG.append(episodes)
-                        if p == len(sampled.prompts) - 1:
-                            phase.note(self._latency())
                     yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
             self.cancel()
@@ -339,15 +337,6 @@ class PendingRollout:
                 raise Interrupted
             grades[name] = future.result()[index]
         return grades
-
-    def _latency(self) -> str:
-        """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
-        episodes = [episode for episodes_G in self._episodes_PG for episode in episodes_G]
-        seconds = sorted(episode.judge_s for episode in episodes if episode.judge_s)
-        if not seconds:
-            return ""
-        median_s = seconds[len(seconds) // 2]
-        return f"verdicts after {median_s:.1f} s (median), {seconds[-1]:.1f} s (longest)"
 
     def finished(self) -> Rollout:
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))

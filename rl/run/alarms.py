@@ -496,14 +496,13 @@ def slope_of(pairs_S: Sequence[Rewards]) -> tuple[float, float, float | None]:
     """(least-squares slope of the second reward on the final one, its standard error, their
     correlation). A negative slope counts as 0; (0, 0, None) for fewer than `FEWEST` samples, or if
     either reward is the same for all."""
-    if len(pairs_S) < FEWEST:
+    if len(pairs_S) < FEWEST or np.std(pairs_S, axis=0).min() < 1e-7:
         return 0.0, 0.0, None
-    x, y = (values - values.mean() for values in np.array(pairs_S).T)
-    if min(x @ x, y @ y) < 1e-12:
-        return 0.0, 0.0, None
-    slope, correlation = float(x @ y / (x @ x)), float(x @ y / np.sqrt((x @ x) * (y @ y)))
-    error = float(np.sqrt(((y - slope * x) ** 2).sum() / (len(x) - 2) / (x @ x)))
-    return (slope, error, correlation) if slope > 0 else (0.0, 0.0, correlation)
+    x, y = np.array(pairs_S).T
+    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
+    correlation = float(np.corrcoef(x, y)[0, 1])
+    error = float(covariance[0, 0] ** 0.5)
+    return (float(slope), error, correlation) if slope > 0 else (0.0, 0.0, correlation)
 
 
 def gap_of(

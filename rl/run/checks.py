@@ -29,15 +29,7 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 # ---- contents ------------------------------------------------------------------------------------
-# Hashes of what samples show, and a search for held-out pictures in training samples.
-
-SIDE_PX = 8
-SAME_VIEW = 0.075
-"""Pictures are copies if their 8 x 8 thumbnails' distance, relative to their contrast, is less. For
-64 x 64 px pictures, JPEG (quality >= 50) and resizing cause distances up to 0.068; the smallest
-distance of two million pairs of generated scenes is 0.108."""
-SAME_ASPECT = 0.03
-"""Copies differ in width / height by less than this share: resizing rounds the sides."""
+# Hashes of what samples show.
 
 
 def contents_of(sample: Sample) -> tuple[str, ...]:
@@ -51,51 +43,6 @@ def contents_of(sample: Sample) -> tuple[str, ...]:
     return tuple(blake2b(content, digest_size=16).hexdigest() for content in contents)
 
 
-class HeldOutContents:
-    """Finds training samples that repeat a held-out sample."""
-
-    def __init__(self, held_out: Sequence[Sample]) -> None:
-        """Reads the held-out samples' pictures once."""
-        self._ids = {key: sample.id for sample in held_out for key in contents_of(sample)}
-        self._owners = [sample.id for sample in held_out for _ in sample.sources]
-        views = [_view(picture) for sample in held_out for picture in sample.sources]
-        self._views, self._contrasts, self._aspects = (
-            np.array([view[i] for view in views]) for i in range(3)
-        )
-
-    def shared(self, training: Iterable[Sample]) -> dict[str, str]:
-        """Id of each training sample that repeats a held-out sample -> the held-out sample's id. It
-        has a copy of its picture, of any size or file format; without pictures, its instruction."""
-        held_out_of = {}
-        for sample in training:
-            keys = [key for key in contents_of(sample) if key in self._ids]
-            copied_ids = (self._copied(picture) for picture in sample.sources)
-            held_out_id = self._ids[keys[0]] if keys else next(filter(None, copied_ids), None)
-            if held_out_id is not None:
-                held_out_of[sample.id] = held_out_id
-        return held_out_of
-
-    def _copied(self, picture: Image) -> str | None:
-        """Id of the held-out sample whose picture is a copy of this one; None if there is none."""
-        if not self._owners:
-            return None
-        view, contrast, aspect = _view(picture)
-        distances = np.sqrt(((self._views - view) ** 2).mean(-1))
-        is_copy = distances < SAME_VIEW * np.minimum(self._contrasts, contrast)
-        is_copy &= np.abs(self._aspects / aspect - 1) < SAME_ASPECT
-        return self._owners[int(is_copy.argmax())] if is_copy.any() else None
-
-
-def _view(picture: Image) -> tuple[np.ndarray, float, float]:
-    """(thumbnail [8 * 8 * 3] float32 0..255, RMS deviation from channel means, width / height)."""
-    from PIL.Image import Resampling
-
-    small = picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Resampling.BILINEAR, reducing_gap=3.0)
-    view = np.asarray(small, dtype=np.float32).reshape(-1, 3)
-    contrast = float(np.sqrt(((view - view.mean(0)) ** 2).mean()))
-    return view.reshape(-1), contrast, picture.width / picture.height
-
-
 # ---- checks --------------------------------------------------------------------------------------
 # Checks every rollout for failures, and every line of metrics for signs of trouble.
 
@@ -107,11 +54,8 @@ SHOWN_CHARS = 200
 
 class TooManyFailuresError(RuntimeError):
     """More episodes of an iteration, or of a held-out evaluation, are UNGRADED than
-    `judge.max_failure_rate` allows."""
-
-
-class TooManyRenderFailuresError(TooManyFailuresError):
-    """The renderer fails more often than `max_render_failure_rate` allows."""
+    `judge.max_failure_rate` allows, or the renderer fails more often than
+    `max_render_failure_rate` does."""
 
 
 class Checks:
@@ -128,7 +72,8 @@ class Checks:
         self.plugin_metrics = plugin_metrics
         self._config = config
         self._dist = dist
-        self._held_out = HeldOutContents(held_out) if held_out else None
+        self._held_out = {key: sample.id for sample in held_out for key in contents_of(sample)}
+        """Hash of what a held-out sample shows -> the sample's id."""
         self.watch = watch
         weights = config.final_reward.weights or dict.fromkeys(config.rewards, 1.0)
         self._counted = [name for name, weight in weights.items() if weight]
@@ -169,7 +114,7 @@ class Checks:
         lost, total = (sum(column) for column in zip(*window, strict=True))
         limit = self._config.max_render_failure_rate
         if lost > limit * max(total, WINDOW_PICTURES):
-            raise TooManyRenderFailuresError(
+            raise TooManyFailuresError(
                 f"{lost} of the last {total} pictures could not be drawn (in this iteration: "
                 f"{_listed(causes)}); the limit is max_render_failure_rate={limit:g}, "
                 f"counted over {WINDOW_PICTURES} pictures. Fix the cause (an exception's traceback "
@@ -183,22 +128,25 @@ class Checks:
         metrics.add("pictures/not_drawn", 1.0, weight=len(rollout.render_failures))
         metrics.add("pictures/not_drawn", 0.0, weight=rollout.num_drawn)
         add_ranges(metrics, rollout, self._counted, self._dist)
-        if self._held_out is not None:
-            metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._held_out))
+        if self._held_out:
+            metrics.total("data/held_out_prompts", self._num_held_out(rollout))
         metrics.update(self.plugin_metrics.take(rollout.renderer_metrics))
         return metrics
 
-    def _num_held_out(self, rollout: Rollout, held_out: HeldOutContents) -> int:
+    def _num_held_out(self, rollout: Rollout) -> int:
         """Number of this rank's prompts that show the same as a held-out sample."""
-        shared = held_out.shared(episodes_G[0].prompt.sample for episodes_G in rollout.episodes)
-        for trained, other in shared.items():
-            self._warn_once(
-                "held-out",
-                f"rank {self._dist.rank}: held-out sample {other} shows the same as training "
-                f"sample {trained}, so held-out rewards are not of unseen data (logged once; "
-                "data/held_out_prompts counts all)",
-            )
-        return len(shared)
+        num = 0
+        for sample in (episodes_G[0].prompt.sample for episodes_G in rollout.episodes):
+            shared = self._held_out.keys() & contents_of(sample)
+            num += bool(shared)
+            for key in shared:
+                self._warn_once(
+                    "held-out",
+                    f"rank {self._dist.rank}: held-out sample {self._held_out[key]} shows the same "
+                    f"as training sample {sample.id}, so held-out rewards are not of unseen data "
+                    "(logged once; data/held_out_prompts counts all)",
+                )
+        return num
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -212,24 +160,18 @@ class Checks:
                 warn(sentence)
 
 
-def require_grades(
-    context: RolloutContext, episodes: Iterable[Episode | None], dist: Dist, num_samples: int = 0
-) -> None:
+def require_grades(context: RolloutContext, episodes: Iterable[Episode], dist: Dist) -> None:
     """Raise `TooManyFailuresError` on every rank if an evaluation lacks so many grades that it must
     be repeated. What would come again does not count: unreadable replies, and a reward that has
-    nothing to compare a picture with. Collective.
-
-    `num_samples`: held-out samples of this rank. The limit is a share of them where `episodes` are
-    those of the few that an earlier evaluation could not grade.
-    """
-    drawn = [episode for episode in episodes if episode is not None]
+    nothing to compare a picture with. Collective."""
+    drawn = list(episodes)
     lost = [e for e in drawn if e.status is Status.UNGRADED and not e.unreadable]
     if context.compares_pictures:
         lost = [episode for episode in lost if NO_VALUE not in (episode.failure or "")]
     _limit_failures(
         context.config,
         lost,
-        max(len(drawn), num_samples),
+        len(drawn),
         dist,
         what="pictures or answers of the held-out evaluation",
         then="it repeats this evaluation, of which nothing is recorded",
@@ -298,8 +240,8 @@ class _Pair(NamedTuple):
     equal_words: bool
     gap: float
     """Difference of the rewards, 0..1."""
-    levels: float | None
-    """Mean difference of the pictures' pixels, 0..255; None if only one is at hand."""
+    levels: float
+    """Mean difference of the pictures' pixels, 0..255; 0 without pictures."""
     text: str
     """A message with both rewards."""
 
@@ -315,72 +257,78 @@ def check_equal_words(
     at_start: bool,
     dist: Dist,
 ) -> None:
-    """Add `eval/equal_words_std`, if any pictures of equal words are not bit-equal, so that the
-    judge has graded both, and how far such pictures are apart. If two variants have equal words,
-    equal pictures and unequal rewards, warn; `at_start`, and beyond a judge's noise, raise
-    `UnequalRewardsError` on every rank. If the pictures are not bit-equal, warn if they differ by
-    more than rounding explains, or their rewards by more than a judge's noise. Collective."""
+    """Compare the variants of each sample that have equal words: pictures may differ by rounding,
+    rewards of equal pictures not at all, and other rewards by a judge's noise. Warn of more;
+    `at_start`, raise `UnequalRewardsError` on every rank for equal pictures whose rewards differ by
+    more than a judge's noise. Adds `eval/equal_words_levels` and, if the judge has graded two such
+    pictures, `eval/equal_words_std`. Collective."""
     local_pairs = [pair for variants in variants_P for pair in _pairs(variants)]
     all_pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
-    _check_pictures(metrics, all_pairs, dist)
     pairs = [pair for pair in all_pairs if pair.equal_words]
-    exact, others = [(0.0, "")], list[tuple[float, str]]()
-    for pair in pairs:
-        # Whether the same picture was graded. (An episode has only its completion's first.)
-        is_exact = pair.levels == 0 and images_per_completion == 1
-        (exact if is_exact else others).append((pair.gap, pair.text))
-    exact_gap, exact_text = max(exact)
-    if others:
-        variance = fmean(gap**2 / 2 for gap, _ in others)
+    if not pairs:
+        return
+    of_other_words = [pair.levels for pair in all_pairs if not pair.equal_words]
+    # An episode has only the first of its completion's pictures.
+    same = [pair for pair in pairs if pair.levels == 0 and images_per_completion == 1]
+    redrawn = [pair for pair in pairs if pair.levels > 0 or images_per_completion > 1]
+    sentences = [_compared_pictures(metrics, pairs, of_other_words), _compared_noise(redrawn)]
+    if redrawn:
+        variance = fmean(pair.gap**2 / 2 for pair in redrawn)
         metrics.maximum("eval/equal_words_std", variance**0.5)
-    most, mean = max(others, default=(0.0, "")), fmean([gap for gap, _ in others] or [0.0])
-    if exact_gap > ROUNDING:
-        sentence = (
-            f"equal words and equal pictures have unequal rewards: {exact_text}. Scores are "
+    worst = max(same, key=lambda pair: pair.gap, default=None)
+    if worst is not None and worst.gap > ROUNDING:
+        sentences[1] = (
+            f"equal words and equal pictures have unequal rewards: {worst.text}. Scores are "
             "assigned to another completion than the graded one, or a reward grades one picture "
             "differently each time: make judge and rewards reply in the order of their inputs, and "
             "make each reward a function of its input"
         )
-        if at_start and exact_gap > MOST_NOISE:
-            raise UnequalRewardsError(sentence)
-    elif most[0] > MOST_NOISE or mean > MEAN_NOISE:
-        sentence = (
-            "equal words have unequal rewards under the same weights and the same noise: "
-            f"{most[1]}, and {mean:.2f} apart on average of {len(others)} pairs. The renderer gets "
-            "the states of another completion, or scores are assigned to another one, or the "
-            "judge's scores of one picture differ by that much"
-        )
-    else:
-        return
-    if dist.is_main:
+        if at_start and worst.gap > MOST_NOISE:
+            raise UnequalRewardsError(sentences[1])
+    for sentence in filter(None, sentences if dist.is_main else ()):
         warn(sentence)
 
 
-def _check_pictures(metrics: Metrics, pairs: Sequence[_Pair], dist: Dist) -> None:
-    """Add how far the pictures of equal words and of other words are apart; warn if the former
-    differ by more than rounding, and by a large share of the latter."""
+def _compared_pictures(
+    metrics: Metrics, pairs: Sequence[_Pair], levels_of_other_words: Sequence[float]
+) -> str:
+    """A warning if the pictures of equal words differ by more than rounding, and by a large share
+    of what other words change; '' if not."""
     levels_of: dict[str, list[float]] = {}
-    other_words = list[float]()
     for pair in pairs:
-        if pair.levels is not None:
-            levels = levels_of.setdefault(pair.names, []) if pair.equal_words else other_words
-            levels.append(pair.levels)
-    if not levels_of:
-        return
+        levels_of.setdefault(pair.names, []).append(pair.levels)
     most, names = max((fmean(levels), names) for names, levels in levels_of.items())
     metrics.maximum("eval/equal_words_levels", most)
     limit = ROUNDING_LEVELS
-    if other_words:
-        metrics.maximum("eval/other_words_levels", fmean(other_words))
-        limit = max(limit, MOST_OF_OTHER_WORDS * fmean(other_words))
-    if most > limit and dist.is_main:
-        warn(
-            "equal words have different pictures under the same weights and the same noise: "
-            f"{most:.1f} of 255 levels apart on average of {len(levels_of[names])} pairs ({names}; "
-            f"the limit is {limit:.1f}). Along one of these paths the renderer gets the states, "
-            "the sources or the noise of another completion, or its pictures are handed out in "
-            "another order; or rounding changes pictures as much as words do"
-        )
+    if levels_of_other_words:
+        metrics.maximum("eval/other_words_levels", fmean(levels_of_other_words))
+        limit = max(limit, MOST_OF_OTHER_WORDS * fmean(levels_of_other_words))
+    if most <= limit:
+        return ""
+    return (
+        "equal words have different pictures under the same weights and the same noise: "
+        f"{most:.1f} of 255 levels apart on average of {len(levels_of[names])} pairs ({names}; "
+        f"the limit is {limit:.1f}). Along one of these paths the renderer gets the states, "
+        "the sources or the noise of another completion, or its pictures are handed out in "
+        "another order; or rounding changes pictures as much as words do"
+    )
+
+
+def _compared_noise(redrawn: Sequence[_Pair]) -> str:
+    """A warning if the rewards of equal words, whose pictures are not bit-equal, differ by more
+    than a judge's noise; '' if not."""
+    worst = max(redrawn, key=lambda pair: pair.gap, default=None)
+    if worst is None:
+        return ""
+    mean = fmean(pair.gap for pair in redrawn)
+    if worst.gap <= MOST_NOISE and mean <= MEAN_NOISE:
+        return ""
+    return (
+        "equal words have unequal rewards under the same weights and the same noise: "
+        f"{worst.text}, and {mean:.2f} apart on average of {len(redrawn)} pairs. The renderer gets "
+        "the states of another completion, or scores are assigned to another one, or the "
+        "judge's scores of one picture differ by that much"
+    )
 
 
 def _pairs(variants: Variants) -> Iterator[_Pair]:
@@ -393,9 +341,8 @@ def _pairs(variants: Variants) -> Iterator[_Pair]:
     ]
     for (one, first, reward), (other, second, other_reward) in combinations(scored, 2):
         equal_words = first.completion.token_ids == second.completion.token_ids
-        if first.parts.keys() != second.parts.keys():
-            continue
-        if equal_words or {one, other} == {POLICY, BARE}:
+        is_compared = equal_words or {one, other} == {POLICY, BARE}
+        if is_compared and first.parts.keys() == second.parts.keys():
             yield _Pair(
                 f"{one} and {other}",
                 equal_words,
@@ -406,11 +353,11 @@ def _pairs(variants: Variants) -> Iterator[_Pair]:
             )
 
 
-def _levels_apart(first: Image | None, second: Image | None) -> float | None:
+def _levels_apart(first: Image | None, second: Image | None) -> float:
     """Mean absolute difference of the pixels, 0..255; 255 for pictures of unequal sizes; 0 without
-    pictures, None with only one."""
+    pictures."""
     if first is None or second is None:
-        return 0.0 if first is second else None
+        return 0.0
     if first.size != second.size:
         return 255.0
     one, other = (np.asarray(image.convert("RGB"), dtype=np.int16) for image in (first, second))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean, pvariance, variance
 from typing import TYPE_CHECKING
 
@@ -182,18 +182,11 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
         add_bare_arm(metrics, "", episodes_G, bare)
     add_signals(metrics, rollout.episodes, dist)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    *moments, within, between, judge, total = dist.sum_floats(
-        [
-            *(local.total, local.total_of_squares, local.count),
-            *_variances(rollout.episodes),
-            *_judge_variances(rollout.episodes),
-        ]
-    )
+    sums = [*astuple(local), *_variances(rollout.episodes)]
+    *moments, within, between = dist.sum_floats(sums)
     metrics.maximum("reward/std", RewardMoments(*moments).std)
     if within + between > 0:
         metrics.maximum("reward/noise_variance_share", within / (within + max(between, 0.0)))
-    if total > 0:
-        metrics.maximum("reward/judge_variance_share", min(1.0, judge / total))
     return metrics
 
 
@@ -278,8 +271,7 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
 
 def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
     """Variance of a picture's reward (within a completion, between the completions of a group),
-    summed over the groups with several pictures per completion. Unbiased estimates (one-way ANOVA,
-    Searle et al. 1992): the one between completions may be negative."""
+    summed over the groups with several pictures per completion."""
     sum_within = sum_between = 0.0
     for episodes_G in episodes_PG:
         rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
@@ -291,25 +283,11 @@ def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
 
 
 def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(variance within, variance between) two or more rows; 0 within if each has one value."""
+    """(variance within, variance between) two or more rows of several values each. Unbiased
+    estimates (one-way ANOVA, Searle et al. 1992): that between may be negative."""
     num_values, degrees = sum(map(len, rows)), len(rows) - 1
     grand_mean = sum(map(sum, rows)) / num_values
-    squares = sum((len(row) - 1) * variance(row) for row in rows if len(row) > 1)
-    within = squares / max(1, num_values - len(rows))
+    within = sum((len(row) - 1) * variance(row) for row in rows) / (num_values - len(rows))
     between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
     per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
     return within, (between - within) / per_row
-
-
-def _judge_variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
-    """(the judge's variance, the whole variance) of a picture's reward, summed over the groups in
-    which two or more distinct completions have repeated judgements."""
-    sum_judge = sum_total = 0.0
-    for episodes_G in episodes_PG:
-        distinct = {e.completion.token_ids: e for e in episodes_G if None not in e.judge_variances}
-        rated = [episode for episode in distinct.values() if episode.image_rewards]
-        if len(rated) > 1:
-            within, between = _components([episode.image_rewards for episode in rated])
-            sum_judge += fmean(v for e in rated for v in e.judge_variances if v is not None)
-            sum_total += within + max(between, 0.0)
-    return sum_judge, sum_total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
-from rl.check.compatibility import lasting
 from rl.console import warn
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
 from rl.learner.train_step import Forwards, Inference
@@ -29,7 +26,7 @@ from rl.rollout.stream import RolloutContext, Sampled, begin
 from rl.run.alarms import add_gaps
 from rl.run.checks import BARE, POLICY, check_equal_words, contents_of, require_grades
 from rl.run.episode_metrics import add_bare_arm, add_thought, add_unreadable
-from rl.run.paired import LEAST_FALL, Paired, paired
+from rl.run.paired import Paired, paired
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -137,182 +134,103 @@ def score(
 
 
 # ---- stock ---------------------------------------------------------------------------------------
-# Grades the untrained system on the held-out samples, once per run, and stores the result on disk.
+# Before the first iteration the untrained system is measured on the held-out samples. Later
+# evaluations read from disk what it earned:
 #
-# Axes: `_P` prompts on this rank, `_T` tokens.
+#     <run>/stock/rewards.jsonl          a line per sample: id, rewards and pictures by variant
+#     <run>/stock/<name>_<variant>.png   these pictures
+#     <run>/stock/<name>.safetensors     states of the user's words, for the first samples
+#
+# Axes: `_P` held-out samples of this rank, `_T` tokens.
 
+FOLDER = "stock"
 Rewards = Mapping[str, float | None]
-"""Variant (of the stock pipeline, or of fixed words) -> reward; None if it is not graded yet."""
+"""Variant (of the stock pipeline, or of fixed words) -> reward; None if it is not graded."""
 FIXED = (BARE, REFERENCE)
 """Variants whose words training does not change."""
 
 NUM_FIXED_SAMPLES = 8
-"""Number of held-out samples, over all ranks, whose words' states are compared. Each takes two
-forwards and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
+"""Number of held-out samples, over all ranks, whose words' states are compared. Each takes a
+forward and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
 
 
-class Stock:
-    """The untrained system's rewards and states for this rank's held-out samples: rewards of the
-    stock variant (the renderer's own pipeline with the user's words) and of fixed words under the
-    untrained weights, and a few samples' word states under these weights.
+def draw_untrained(
+    context: RolloutContext, prompts_P: Sequence[Prompt], drawn: Drawn, dist: Dist
+) -> Drawn:
+    """The untrained system's episodes, before training: of the stock variants (the renderer's own
+    pipeline with the user's words) under the base model's weights, and of fixed words. The latter,
+    and the pictures of a policy that `starts_as_stock`, are among those `drawn`. Collective."""
+    policy = context.policy
+    fixed = {name: drawn[name] for name in FIXED if name in drawn and policy.reads_states}
+    if policy.starts_as_stock:
+        return {STOCK: drawn[POLICY], **fixed}
+    variants: dict[str, Rows] = {}
+    for p, prompt in enumerate(prompts_P):
+        for name, row in policy.stock_arms(prompt).items():
+            variants.setdefault(name, {})[p] = row
+    weights = nullcontext if policy.config.lora is None else policy.base_model
+    stock = score(context, variants, dist, weights)
+    require_grades(context, chain.from_iterable(of_p.values() for of_p in stock.values()), dist)
+    return {**stock, **fixed}
 
-        <run>/stock/rewards.jsonl       a line per sample: key, id, rewards and pictures by variant
-        <run>/stock/<key>_stock.png     these pictures
-        <run>/stock/<key>.safetensors   states of the user's words, for the first samples
 
-    The key is a hash of the sample and of all settings that a resume may not change, so a run with
-    another held-out set, renderer or judge finds no entry and draws again.
-    """
+def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) -> list[Rewards]:
+    """_P, what the untrained system earned; {} for a sample that was not held out then. All ranks
+    read the file of rank 0. Collective."""
+    rows = read_rows(run_dir / FOLDER / "rewards.jsonl")[0] if dist.is_main else []
+    rewards_of = {row["id"]: row["rewards"] for row in dist.broadcast(rows)}
+    return [rewards_of.get(sample.id, {}) for sample in samples_P]
 
-    def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
-        """`iteration`: number of iterations done, 0 before training."""
-        self._context = context
-        self._folder = run_dir / "stock"
-        self._dist = dist
-        self._at_start = iteration == 0
-        config = context.config
-        self._settings = json.dumps(lasting(config.model_dump(mode="json")), sort_keys=True)
-        if context.policy.starts_as_stock:
-            sampling = config.evaluation.temperature, config.evaluation.top_k
-            self._settings += f" {sampling}"
 
-    @property
-    def _is_gone(self) -> bool:
-        """Whether the weights before training are gone: full fine-tuning has them only before its
-        first step. Later they need a second model in memory, which ZeRO-3 has no space for."""
-        policy = self._context.policy
-        return policy.config.lora is None and policy.reads_states and not self._at_start
-
-    def _untrained(self, without_adapter: bool = False) -> SetWeights:
-        """The weights before training, or those of the base model where the run starts from an
-        adapter."""
-        policy = self._context.policy
-        if policy.config.lora is None:
-            return nullcontext
-        return policy.base_model if without_adapter else policy.reference
-
-    def rewards(self, prompts_P: Sequence[Prompt], fixed: Variants, drawn: Drawn) -> list[Rewards]:
-        """_P, rewards by variant; {} if a sample has none, or if they can no longer be drawn.
-        `drawn`: today's episodes. Before training those of `fixed` words are the untrained
-        system's, and so are the policy's, if it `starts_as_stock`. Collective."""
-        path = self._folder / "rewards.jsonl"
-        rows = read_rows(path)[0] if self._dist.is_main else []
-        row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
-        keys_P = [self._key(prompt.sample) for prompt in prompts_P]
-        missing = [
-            p
-            for p, key in enumerate(keys_P)
-            if key not in row_of_key or None in row_of_key[key]["rewards"].values()
-        ]
-        if self._dist.any(bool(missing)):
-            found = self._draw({p: prompts_P[p] for p in missing}, fixed, drawn, len(prompts_P))
-            local_rows = []
-            for p in missing:
-                episodes = {name: of_p[p] for name, of_p in found.items() if p in of_p}
-                if episodes:
-                    local_rows.append(self._row(keys_P[p], prompts_P[p].sample, episodes))
-            new_rows = [row for rank in self._dist.gather(local_rows) for row in rank]
-            row_of_key |= {row["key"]: row for row in new_rows}
-            if new_rows and self._dist.is_main:
-                self._write(path, "".join(map(json_line, row_of_key.values())))
-        return [row_of_key[key]["rewards"] if key in row_of_key else {} for key in keys_P]
-
-    def _draw(
-        self, prompts: Mapping[int, Prompt], fixed: Variants, drawn: Drawn, num_samples: int
-    ) -> Drawn:
-        """Episodes of these prompts. Collective."""
-        policy, dist = self._context.policy, self._dist
-        if self._is_gone or (policy.starts_as_stock and not self._at_start):
-            warn(
-                f"rank {dist.rank}: {len(prompts)} held-out samples have no stock arm: it is only "
-                "drawn before the first iteration, when they were not held out or were not graded"
-            )
-            return {}
-        if policy.starts_as_stock:
-            return {STOCK: {p: drawn[POLICY][p] for p in prompts}}
-        stock: dict[str, Rows] = {}
-        for p, prompt in prompts.items():
-            for name, row in policy.stock_arms(prompt).items():
-                stock.setdefault(name, {})[p] = row
-        known: Variants = {}
-        if policy.reads_states:
-            known = {n: {p: rows[p] for p in prompts if p in rows} for n, rows in fixed.items()}
-        found: dict[str, Mapping[int, Episode]] = {}
-        if self._at_start:
-            found |= {name: {p: drawn[name][p] for p in rows} for name, rows in known.items()}
-            known = {}
-        for is_stock, variants in ((True, stock), (False, known)):
-            if dist.any(any(variants.values())):
-                episodes = score(self._context, variants, dist, self._untrained(is_stock))
-                graded = chain.from_iterable(of_p.values() for of_p in episodes.values())
-                require_grades(self._context, graded, dist, num_samples)
-                found |= episodes
-        return found
-
-    def _row(self, key: str, sample: Sample, episodes: Mapping[str, Episode]) -> dict[str, Any]:
-        """A sample's line of rewards.jsonl; writes the sample's pictures into the same folder."""
-        files = {}
-        for name, episode in episodes.items():
-            if episode.image is not None:
-                files[name] = f"{key}_{name}.png"
-                self._write(self._folder / files[name], png_bytes(episode.image))
-        rewards = {name: episode.reward for name, episode in episodes.items()}
-        return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
-
-    def _write(self, path: Path, content: str | bytes) -> None:
-        """Write now, not in the background, because the next evaluation reads the file."""
-        write = partial(write_atomically, path, content, private)
-        retry_until_space(write, self._folder, path.name)
-
-    def states(self, rows: Rows) -> dict[int, torch.Tensor]:
-        """`word_states` under the untrained weights. Collective."""
-        from safetensors.torch import load_file, save
-
-        paths = {
-            p: self._folder / f"{self._key(prompt.sample)}.safetensors"
-            for p, (prompt, _) in rows.items()
+def write_untrained(run_dir: Path, episodes: Drawn, dist: Dist, writer: BackgroundWriter) -> None:
+    """Write what `draw_untrained` gave. Collective."""
+    of_sample: dict[str, dict[str, Episode]] = {}
+    for name, of_p in episodes.items():
+        for episode in of_p.values():
+            of_sample.setdefault(episode.prompt.sample.id, {})[name] = episode
+    pictures: dict[Path, Image] = {}
+    rows = [
+        {
+            "id": sample_id,
+            "rewards": {name: episode.reward for name, episode in variants.items()},
+            "files": {
+                name: _picture_file(pictures, run_dir / FOLDER, sample_id, name, episode.image)
+                for name, episode in variants.items()
+            },
         }
-        missing = {p: rows[p] for p, path in paths.items() if not path.is_file()}
-        if not self._is_gone and self._dist.any(bool(missing)):
-            found = word_states(self._context, missing, self._dist, self._untrained())
-            for p, states in found.items():
-                self._write(paths[p], save({"states": states}))
-        return {p: load_file(path)["states"] for p, path in paths.items() if path.is_file()}
-
-    def _key(self, sample: Sample) -> str:
-        """A hash of the sample's content, because another data set may reuse its id."""
-        digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
-        fields = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
-        # Values that JSON cannot encode are hashed by type: their `repr` may hold a memory address.
-        text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__name__)
-        digest.update(text.encode())
-        for picture in (*sample.sources, sample.target):
-            if picture is not None:
-                digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())
-        for codes in (sample.source_codes, sample.target_codes):
-            if codes is not None:
-                digest.update(f"{codes.shape}".encode() + codes.tobytes())
-        return digest.hexdigest()
+        for sample_id, variants in of_sample.items()
+    ]
+    _write_rows(run_dir / FOLDER / "rewards.jsonl", rows, pictures, dist, writer)
 
 
-def word_states(
-    context: RolloutContext, rows: Rows, dist: Dist, weights: SetWeights = nullcontext
-) -> dict[int, torch.Tensor]:
-    """[T, D] of each row, on the CPU, in the policy's dtype: the states that the renderer would
-    read at the tokens of its words; {} if it reads no states. Collective."""
-    policy, numbers = context.policy, list(rows)
-    prompts = [prompt for prompt, _ in rows.values()]
-    ids_PG = [[words.token_ids] for _, words in rows.values()]
+def add_state_drift(
+    metrics: Metrics, context: RolloutContext, folder: Path, bare: Rows, iteration: int, dist: Dist
+) -> None:
+    """Add the distance of the words' states, which the renderer reads at their tokens, from those
+    before training, which are kept in `folder`. Collective."""
+    from safetensors.torch import load_file, save
+
+    policy = context.policy
+    num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
+    rows = [row for p, row in bare.items() if p < num]
+    ids_P1 = [[words.token_ids] for _, words in rows]
     budget = context.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(policy, prompts, ids_PG, budget, dist, weights)
-    found: dict[int, torch.Tensor] = {}
+    forwards = Inference(policy, [prompt for prompt, _ in rows], ids_P1, budget, dist)
     for micro_batch in forwards.micro_batches:
         actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
         members = zip(micro_batch.members, micro_batch.rows, actions, strict=True)
-        for (i, _), (_, ids), action in members:
-            if i >= 0 and isinstance(action.payload, HiddenStates):
-                found[numbers[i]] = action.payload.embeds[-len(ids) :].cpu().contiguous()
-    return found
+        for (p, _), (prompt, ids), action in members:
+            if p < 0 or not isinstance(action.payload, HiddenStates):
+                continue  # a filler, or a renderer that reads no states
+            states = action.payload.embeds[-len(ids) :].cpu().contiguous()
+            path = folder / f"{_name_of(prompt.sample.id)}.safetensors"
+            if iteration == 0:
+                write = partial(write_atomically, path, save({"states": states}), private)
+                retry_until_space(write, folder, path.name)
+            if path.is_file():
+                moved, cosine = state_distance(states, load_file(path)["states"])
+                metrics.add("drift/state_l2", moved, weight=len(ids))
+                metrics.add("drift/state_cosine", cosine, weight=len(ids))
 
 
 # ---- drift ---------------------------------------------------------------------------------------
@@ -383,15 +301,8 @@ def check_start(
     rewards: Mapping[str, Sequence[float | None]], hashes_P: Sequence[Hashes], dist: Dist
 ) -> None:
     """Warn, before training, if the reference descriptions earn next to nothing, or less than words
-    that nobody trained: then no words can earn more. Warn if all fixed words earn nothing.
-    `rewards`: _P by variant. Collective."""
+    that nobody trained: then no words can earn more. `rewards`: _P by variant. Collective."""
     none_P = [0.0] * len(hashes_P)
-    fixed = [_compare(rewards[f"untrained {name}"], none_P, hashes_P, dist) for name in FIXED]
-    if dist.is_main and any(fixed) and all(each.mean < LEAST_FALL for each in fixed if each):
-        warn(
-            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
-            "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
-        )
     right_P = rewards.get(REFERENCE, [None] * len(hashes_P))
     right = _compare(right_P, none_P, hashes_P, dist)
     if right is None or right.error is None:
@@ -408,20 +319,6 @@ def check_start(
             "the judge reads belong to another sample. Look at evaluation/it_000000 and at what "
             "`rl judge audit` says of the judge by itself"
         )
-
-
-def add_state_drift(
-    metrics: Metrics, context: RolloutContext, stock: Stock, bare: Rows, dist: Dist
-) -> None:
-    """Add the distance of the words' states from those under untrained weights. Collective."""
-    num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
-    rows = {p: row for p, row in bare.items() if p < num}
-    base = stock.states(rows)
-    for p, states in word_states(context, rows, dist).items():
-        if p in base:
-            moved, cosine = state_distance(states, base[p])
-            metrics.add("drift/state_l2", moved, weight=len(base[p]))
-            metrics.add("drift/state_cosine", cosine, weight=len(base[p]))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -453,6 +350,7 @@ def evaluate(
     hashes_P = [contents_of(sample) for sample in rank_samples]
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
     again: Drawn = {}
+    writer.drain()  # what the first evaluation wrote is read below
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         variants = _variants(context, engine, prompts_P)
@@ -467,11 +365,14 @@ def evaluate(
             num = max(2, NUM_AGAIN // dist.world_size) if iteration == 0 else 1
             again = _draw_again(context, learner, variants, num, dist)
         if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
-            stock = Stock(context, run_dir, iteration, dist)
-            fixed = {name: variants[name] for name in FIXED if name in variants}
-            untrained_P = stock.rewards(prompts_P, fixed, drawn)
+            if iteration == 0:
+                untrained = draw_untrained(context, prompts_P, drawn, dist)
+                write_untrained(run_dir, untrained, dist, writer)
+                writer.drain()
+            untrained_P = untrained_rewards(run_dir, rank_samples, dist)
             if context.policy.reads_states:
-                add_state_drift(metrics, context, stock, variants[BARE], dist)
+                folder = run_dir / FOLDER
+                add_state_drift(metrics, context, folder, variants[BARE], iteration, dist)
         engine.wake()
     _measure_variants(metrics, drawn, untrained_P, dist)
     rewards = {
@@ -484,14 +385,12 @@ def evaluate(
         check_start(rewards, hashes_P, dist)
     add_differences(metrics, rewards, hashes_P, dist)
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    writer.drain()  # the first evaluation's records are read below
     records_S = _write_records(folder, drawn, untrained_P, dist, writer)
     if dist.is_main:
         add_gaps(metrics, context.held_out_only, folder, records_S)
     if not context.compares_pictures:
         by_sample_P = [
             {name: of_p[p] for name, of_p in {**drawn, **again}.items() if p in of_p}
-            | _as_stock(context, drawn[BARE].get(p), untrained_P[p])
             for p in range(len(prompts_P))
         ]
         check_equal_words(metrics, by_sample_P, config.images_per_completion, iteration == 0, dist)
@@ -540,23 +439,11 @@ def _draw_again(
     return again
 
 
-def _as_stock(
-    context: RolloutContext, bare: Episode | None, untrained: Rewards
-) -> dict[str, Episode]:
-    """The bare episode with the stock pipeline's reward, if both give the renderer equal words and
-    it reads no states; without the picture, which is on disk."""
-    if bare is None or context.policy.reads_states:
-        return {}
-    stock = context.policy.stock_arms(bare.prompt).get(STOCK)
-    if stock is None or stock[1].token_ids != bare.completion.token_ids:
-        return {}
-    return {STOCK: replace(bare, reward=untrained.get(STOCK), image=None)}
-
-
 def _measure_variants(
     metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist
 ) -> None:
     _measure(metrics, "eval", drawn[POLICY].values(), dist)
+    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values(), dist)
     for p, episode in drawn[POLICY].items():
         add_bare_arm(metrics, "eval/", [episode], drawn[BARE].get(p))
         add_thought(metrics, "eval/", episode)
@@ -566,12 +453,12 @@ def _measure_variants(
             metrics.add("eval/reference_match", float(is_right))
         if STOCK in untrained_P[p]:
             metrics.add("eval/stock_ungraded", float(untrained_P[p][STOCK] is None))
-        cut = drawn.get(CUT, {}).get(p)
-        others = {CUT: None if cut is None else cut.reward, **untrained_P[p]}
-        for name, reward in others.items():
+        for name, reward in untrained_P[p].items():
             if name not in FIXED and reward is not None:
                 metrics.add(f"eval/{name}_reward", reward)
-    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values(), dist)
+    for episode in drawn.get(CUT, {}).values():
+        if episode.reward is not None:
+            metrics.add(f"eval/{CUT}_reward", episode.reward)
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode], dist: Dist) -> None:
@@ -598,66 +485,63 @@ def _write_records(
     """Write a line per held-out sample of all ranks to one file, and the pictures beside it.
     Returns the lines."""
     pictures: dict[Path, Image] = {}
-    records = [
-        _record(
-            folder,
-            pictures,
-            episode,
-            drawn[BARE].get(p),
-            untrained_P[p].get(STOCK),
-            drawn.get(CUT, {}).get(p),
-        )
-        for p, episode in drawn[POLICY].items()
-    ]
-    gathered = [record for rank in dist.gather(records) for record in rank]
+    rows = []
+    for p, episode in drawn[POLICY].items():
+        sample = episode.prompt.sample
+        add = partial(_picture_file, pictures, folder, sample.id)
+        bare, cut = drawn[BARE].get(p), drawn.get(CUT, {}).get(p)
+        row = provenance(episode, None)
+        # `judge_s` too, so that identical runs have identical records.
+        for key in ("sample_id", "group_id", "advantage", "judge_s"):
+            del row[key]
+        row |= {
+            "id": sample.id,
+            "reference": sample.reference,
+            "shown": contents_of(sample),
+            "bare_reward": None if bare is None else bare.reward,
+            "stock_reward": untrained_P[p].get(STOCK),
+            "image_file": add("image", episode.image),
+            "bare_file": add("bare", None if bare is None else bare.image),
+            **source_files([add(label, picture) for label, picture in named_sources(sample)]),
+        }
+        if cut is not None:
+            row |= {"cut_thought_words": cut.action.words, "cut_thought_reward": cut.reward}
+        rows.append(row)
+    return _write_rows(folder / "records.jsonl", rows, pictures, dist, writer)
+
+
+def _name_of(sample_id: str) -> str:
+    """A name for a sample's files."""
+    return f"{derive_seed('file', sample_id):010d}"
+
+
+def _picture_file(
+    pictures: dict[Path, Image], folder: Path, sample_id: str, label: str, picture: Image | None
+) -> str | None:
+    """The name of a picture's file in `folder`, which is added to `pictures`."""
+    if picture is None:
+        return None
+    name = f"{_name_of(sample_id)}_{label}.png"
+    pictures[folder / name] = picture
+    return name
+
+
+def _write_rows(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    pictures: Mapping[Path, Image],
+    dist: Dist,
+    writer: BackgroundWriter,
+) -> list[Mapping[str, Any]]:
+    """Write this rank's pictures, and the rows of all ranks, which it returns, to one file. In the
+    background. Collective."""
+    gathered = [row for rank in dist.gather(rows) for row in rank]
 
     def write() -> None:
-        for path, picture in pictures.items():
-            write_atomically(path, png_bytes(picture))
+        for file, picture in pictures.items():
+            write_atomically(file, png_bytes(picture))
         if dist.is_main:
-            lines = "".join(map(json_line, scrubbed(gathered)))
-            write_atomically(folder / "records.jsonl", lines, private)
+            write_atomically(path, "".join(map(json_line, scrubbed(gathered))), private)
 
-    writer.put("the evaluation's record", write)
+    writer.put(f"{path.parent.name}/{path.name}", write)
     return gathered
-
-
-def _record(
-    folder: Path,
-    pictures: dict[Path, Image],
-    episode: Episode,
-    bare: Episode | None,
-    stock_reward: float | None,
-    cut: Episode | None,
-) -> Mapping[str, Any]:
-    """A sample's record; adds path -> picture to `pictures` for its pictures."""
-    sample = episode.prompt.sample
-    name = f"{derive_seed('file', sample.id):010d}"
-
-    def add(label: str, picture: Image | None) -> str | None:
-        if picture is None:
-            return None
-        pictures[folder / f"{name}_{label}.png"] = picture
-        return f"{name}_{label}.png"
-
-    files = source_files([add(label, picture) for label, picture in named_sources(sample)]) | {
-        "image_file": add("image", episode.image),
-        "bare_file": add("bare", None if bare is None else bare.image),
-    }
-    record = provenance(episode, None)
-    without_thought = {}
-    if cut is not None:
-        without_thought = {"cut_thought_words": cut.action.words, "cut_thought_reward": cut.reward}
-    # `judge_s` too, so that identical runs have identical records.
-    for key in ("sample_id", "group_id", "advantage", "judge_s"):
-        del record[key]
-    return {
-        "id": sample.id,
-        **record,
-        "reference": sample.reference,
-        "shown": contents_of(sample),
-        "bare_reward": None if bare is None else bare.reward,
-        "stock_reward": stock_reward,
-        **without_thought,
-        **files,
-    }

@@ -14,7 +14,7 @@ from rl.api import find
 from rl.api.find import described
 from rl.api.metric import Metric
 from rl.api.plugin import PluginBase, brief, reported_by
-from rl.build import Plugin
+from rl.build import Plugin, RewardPlugin
 from rl.console import warn
 
 if TYPE_CHECKING:
@@ -52,10 +52,15 @@ class PluginMetrics:
         self._dist = dist
         self._warned: set[str] = set()
 
-    def drop(self) -> None:
-        """Discard the pending reports, which belong to no training iteration."""
-        for _, instance in self._made:
-            reported_by(instance)
+    def after_evaluation(self) -> Metrics:
+        """This rank's metrics of rewards that grade held-out pictures only. The other plugins'
+        reports belong to no training iteration, and are discarded."""
+        metrics = Metrics()
+        for plugin, instance in self._made:
+            reported = reported_by(instance)
+            if isinstance(plugin, RewardPlugin) and plugin.keys.held_out_only:
+                self._add(metrics, plugin, reported)
+        return metrics
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
         """This rank's plugin metrics; `of_renderer`: the renderer's report, or what it raised."""
@@ -68,25 +73,24 @@ class PluginMetrics:
     def _add(
         self, metrics: Metrics, plugin: Plugin[Any], reported: Mapping[str, float] | Exception
     ) -> None:
-        prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
-        if isinstance(reported, Exception):
-            error_text = described(reported, plugin.cls.take_metrics)
-            self._leave_out(plugin, prefix, f"take_metrics raises {error_text}")
-            return
+        declared = plugin.cls.metrics
         if not isinstance(reported, Mapping):
-            expected = "expected a mapping of names to numbers"
-            self._leave_out(plugin, prefix, f"take_metrics returns {brief(reported)}; {expected}")
+            is_error = isinstance(reported, Exception)
+            got = described(reported, plugin.cls.take_metrics) if is_error else brief(reported)
+            self._leave_out(
+                plugin, "", f"take_metrics: {got}; expected a mapping of names to numbers"
+            )
             return
         for name, value in reported.items():
-            if name not in declared:
-                names = ", ".join(declared) or "none"
-                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({names})")
             # Not NaN, not infinite, nor a whole number beyond floats.
-            elif isinstance(value, Real) and -1e300 < value < 1e300:
-                metrics.add(f"{prefix}{name}", float(value))
+            is_number = isinstance(value, Real) and -1e300 < value < 1e300
+            if is_number and name in declared:
+                metrics.add(f"{prefix_of(plugin.key)}{name}", float(value))
             else:
-                problem = f"metric {name!r} is {brief(value)}; expected a finite number"
-                self._leave_out(plugin, name, problem)
+                expected = (
+                    f"expected a finite number for one of its metrics ({', '.join(declared)})"
+                )
+                self._leave_out(plugin, name, f"reports {name!r}: {brief(value)}; {expected}")
 
     def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:
         if (key := f"{plugin.key} {name}") not in self._warned:

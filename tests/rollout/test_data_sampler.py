@@ -111,9 +111,9 @@ def test_a_bad_row_is_replaced_by_the_next_one():
     with pytest.raises(UnusableSampleError, match="none of its 2 rows can be used"):
         ids(PromptOrder([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
     sources = [Numbers("a", 3, frozenset({1}))]
-    assert [sample.id for sample in first_samples(sources, [1], 9, "skip")] == ["a:0", "a:2"]
+    assert [sample.id for sample in first_samples(sources, 9, "skip")] == ["a:0", "a:2"]
     with pytest.raises(BadRowError):
-        first_samples(sources, [1], 3)
+        first_samples(sources, 3)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_row_of_a_wrong_type_names_source_row_and_field(changes, part: str) ->
     row = changes and replace(Sample("a", "x"), **changes)
     for read, kind in (
         (lambda rows: ids(PromptOrder([rows], [1], 0, 1), 0), "train"),
-        (lambda rows: first_samples([rows], [1], 1), "validation"),
+        (lambda rows: first_samples([rows], 1), "validation"),
     ):
         with pytest.raises(ValueError, match=f"^data.{kind}.0: row 0 .*{re.escape(part)}"):
             read([row])
@@ -151,7 +151,7 @@ def test_a_row_without_a_usable_prompt_is_replaced():
     assert sampler.num_replaced == 2
     with pytest.raises(UnusableSampleError, match=r"'a:[45]' has 9999 tokens"):
         PromptOrder([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, build_short_prompt)
-    held_out = first_samples([Numbers("a", 12)], [1], 12)
+    held_out = first_samples([Numbers("a", 12)], 12)
     assert len(usable(held_out, build_short_prompt, "skip")) == 10
     with pytest.raises(UnusableSampleError, match="'a:4' has 9999"):
         usable(held_out, build_short_prompt, "error")
@@ -159,7 +159,7 @@ def test_a_row_without_a_usable_prompt_is_replaced():
 
 def test_held_out_samples_are_the_first_rows_in_order_without_repeats():
     sources = [Numbers("a", 2), Numbers("b", 50)]
-    chosen = [sample.id for sample in first_samples(sources, [1, 2], 9)]
+    chosen = [sample.id for sample in first_samples(sources, 9)]
     assert [identity for identity in chosen if identity[0] == "a"] == ["a:0", "a:1"]
-    assert [identity for identity in chosen if identity[0] == "b"] == [f"b:{i}" for i in range(6)]
-    assert len(first_samples([Numbers("a", 3)], [1], 64)) == 3
+    assert [identity for identity in chosen if identity[0] == "b"] == [f"b:{i}" for i in range(4)]
+    assert len(first_samples([Numbers("a", 3)], 64)) == 3

@@ -1,42 +1,15 @@
-"""Drift metrics and the stock arm's cache keys, against numbers by hand."""
+"""Drift metrics, against numbers by hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_messages import holds
 
 from rl.algorithm.metrics import Metrics
-from rl.api.types import Sample
 from rl.ranks.dist import Dist
 from rl.run.alarms import HELD_OUT, Watch
-from rl.run.evaluation import Stock, add_differences, check_start, state_distance
-
-
-def test_the_stock_arms_key_depends_on_every_field_of_the_sample() -> None:
-    white, black = Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4))
-    sample = Sample("a", "x", (white,), white, np.zeros((2, 2)), np.zeros((2, 2)), "colours")
-    changes: list[dict[str, Any]] = [
-        {"id": "b"},
-        {"instruction": "y"},
-        {"category": "shapes"},
-        {"hidden": {"answer": 1}},
-        {"sources": (black,)},
-        {"sources": (white, white)},
-        {"target": black},
-        {"source_codes": np.zeros((1, 4))},
-        {"target_codes": np.ones((2, 2))},
-    ]
-    stock = Stock.__new__(Stock)
-    stock._settings = ""
-    others = [replace(sample, **change) for change in changes]
-    assert stock._key(sample) == stock._key(replace(sample, sources=(white.copy(),)))
-    assert len({stock._key(one) for one in [sample, *others]}) == 1 + len(changes)
+from rl.run.evaluation import add_differences, check_start, state_distance
 
 
 def test_states_are_compared_token_by_token() -> None:
@@ -85,7 +58,6 @@ def test_references_that_earn_nothing_name_a_broken_link(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rewards = {"reference": references * 4, "policy": policy * 4, "bare": [None] * 16}
-    rewards |= {"untrained bare": [0.5] * 16, "untrained reference": references * 4}
     check_start(rewards, [[str(i)] for i in range(16)], Dist())
     stderr = capsys.readouterr().err
     assert holds(stderr, parts) if parts else not stderr

@@ -38,8 +38,8 @@ def test_a_resume_under_other_versions_is_named(
     monkeypatch.setattr(set_up, "_code", lambda: "another commit")
     record_environment(tmp_path, 4, Second())
     parts = (
-        f"code {first['code']} -> another commit, driver absent -> 575.57.08, devices "
-        f"{first['devices']} -> ... GPU X"
+        f"code {first['code']} -> another commit, ... peft {version('peft')} -> absent, ... "
+        f"devices {first['devices']} -> ... GPU X ... driver absent -> 575.57.08"
     )
     assert holds(capsys.readouterr().err, parts)
     record_environment(tmp_path, 5, Second())

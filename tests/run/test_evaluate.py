@@ -155,8 +155,8 @@ def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path)
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
     # Packs hold one group. Rank 0 has two samples, one reference and two stock arms: five forwards;
-    # rank 1 keeps step. States of the bare words take two more each, with two sets of weights.
-    for reads_states, num_forwards in ((False, 5), (True, 5 + 2 * 2)):
+    # rank 1 keeps step. States of the bare words take one more each.
+    for reads_states, num_forwards in ((False, 5), (True, 5 + 2)):
         one, other = (rank[reads_states] for rank in ranks)
         assert one == other and one["forwards"] == num_forwards
         assert one["eval/reward_gain"] == one["eval/gain_over_stock"] == 0.0
@@ -263,7 +263,6 @@ def test_an_evaluation_whose_judge_went_down_records_nothing_and_is_repeated(
 
 
 def test_one_picture_on_which_the_judge_always_fails_ends_no_evaluation(tmp_path: Path) -> None:
-    """Its stock arm is asked again at each evaluation, alone."""
     lost = RewardOutput(None, failure="http_500: bad")
     for iteration in range(2):
         found = evaluate_samples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,7 +19,6 @@ from rl.api.plugin import Resources
 from rl.config.schema import load_config
 from rl.console import Console
 from rl.pool import pooled_renderer
-from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout
@@ -124,10 +123,10 @@ def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: P
     record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(LEARNING)
     checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), 0, record, mock, writer, 3)
+    recording = Recording(Console(True), record, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
-    line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
+    line = dist.reduce(checks.metrics(Rollout([], [], {"strokes": 12.0})))
     checks.check_line(line)
     recording.write_line(1, line)
     writer.flush()
@@ -165,18 +164,32 @@ def test_a_metric_that_breaks_its_declaration_is_left_out_with_one_warning(
     )
 
 
-def test_held_out_metrics_are_dropped(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held_out_only", [False, True])
+def test_an_evaluation_reports_only_of_rewards_that_grade_nothing_else(
+    plugins: Plugins,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    held_out_only: bool,
+) -> None:
     """A plugin's error while its metrics of the evaluation are discarded is not a warning."""
-
-    def evaluate(*_: object) -> Metrics:
-        _ = plugins.rows[0]
-        plugins.reward.report = ValueError("not now")
-        return Metrics()
-
-    monkeypatch.setattr("rl.run.run.evaluate", evaluate)
+    [(name, plugin)] = plugins.resolved.rewards.items()
+    keys = plugin.keys.model_copy(update={"held_out_only": held_out_only})
+    plugins.resolved.rewards[name] = replace(plugin, keys=keys)
     metrics = plugins.metrics(Dist())
     run: Any = MagicMock(checks=MagicMock(plugin_metrics=metrics))
-    Run.evaluate_if_due(run, 1)
+
+    def found(report: object) -> dict[str, float]:
+        def evaluate(*_: object) -> Metrics:
+            _ = plugins.rows[0]
+            plugins.reward.report = report
+            return Metrics()
+
+        monkeypatch.setattr("rl.run.run.evaluate", evaluate)
+        return Dist().reduce(Run.evaluate_if_due(run, 1))
+
+    assert found({"hits": 0.25}) == ({NAMES[1]: 0.25} if held_out_only else {})
+    assert found(ValueError("not now")) == {}
+    assert bool(capsys.readouterr().err) == held_out_only
     plugins.reward.report = {}
     assert taken(metrics) == {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tiny_ranks import run_ranks
 from tiny_run import episode, run_config
 
 import rl.train as train
@@ -26,8 +24,7 @@ from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
 from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks
-from rl.run.metric_table import doc_of
-from rl.run.run import PendingStep, Recording, Run, rank_times
+from rl.run.run import PendingStep, Recording, Run
 from rl.run.saving import Checkpointing
 from rl.run.set_up import _restore
 
@@ -145,7 +142,7 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
 
     mock, writer = MagicMock(), BackgroundWriter(tmp_path)
     record: Any = SimpleNamespace(write_episodes=write)
-    recording = Recording(Dist(), mock, mock, mock, record, mock, writer, 9)
+    recording = Recording(mock, record, mock, writer, 9)
     recording.write_episodes(1, [GradedGroup(0, [full], [1.0], [])], [full])
     writer.flush()
     assert len(written) == 2, "the group's completion and its bare arm"
@@ -158,48 +155,13 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         MagicMock(run_dir=Path("my runs/x")),
         BackgroundWriter(tmp_path),
     )
-    Recording(Dist(), mock, mock, mock, record, mock, writer, 9).end()
+    Recording(mock, record, mock, writer, 9).end(mock)
     said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
     assert said == [
         "page: 'my runs/x'/report/index.html",
         "what it learnt: rl report 'my runs/x'",
         "use it: rl edit --run 'my runs/x' ...",
     ]
-
-
-def test_the_slowest_rank_and_its_phases_are_logged() -> None:
-    seconds = [
-        {"generate": 2.0, "learn": 3.0},
-        {"generate": 1.0, "learn": 9.0},
-        {"generate": 1.0, "learn": 3.0, "evaluate": 0.5},
-    ]
-    metrics = rank_times(seconds)
-    assert metrics == {
-        "time/generate_max_over_median": 2.0,
-        "time/learn_max_over_median": 3.0,
-        "time/iteration_max_over_median": 2.0,
-        "time/slowest_rank": 1.0,
-    }
-    assert all(map(doc_of, metrics))
-    assert rank_times(seconds[:1]) == {}, "one rank is not compared with itself"
-
-
-def wait_for_rank_1() -> list[dict[str, float]]:
-    dist, timer = Dist.from_env("cpu"), PhaseTimer()
-    dist.gather(None)
-    with timer.phase("learn"):
-        time.sleep(0.6 * dist.rank)
-        dist.gather(None)
-    gathered = dist.gather(timer.own_seconds())
-    assert timer.lap()["time/learn_s"] > 0.5, "wall-clock time includes the wait"
-    dist.close()
-    return gathered
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_another_does_not_count_as_slow() -> None:
-    (of_0, of_1), _ = run_ranks(wait_for_rank_1, 2)
-    assert of_1["learn"] > 0.5 > of_0["learn"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +172,8 @@ def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned
     """Where 0 to 10 was asked for."""
     run = Run.__new__(Run)
     run.config, run.dist, run.held_out, run.start = run_config(), Dist(), [], 0
-    run.recording = run.checks = run.checkpointing = MagicMock()
+    run.recording = run.checks = MagicMock()
+    run.timer, run.checkpointing = PhaseTimer(), MagicMock(last_finished=MagicMock(metrics={}))
     run.prompt_order, run.judge_passed, run.num_skipped_rows = MagicMock(num_replaced=0), None, 0
     run.judges = {"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))}
     for done in range(3):

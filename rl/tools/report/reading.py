@@ -295,10 +295,7 @@ CURVES = (
     ),
     Curve(
         "Share of the reward's variance in a group",
-        (
-            Line("reward/noise_variance_share", "rendering and judge"),
-            Line("reward/judge_variance_share", "judge", "dash"),
-        ),
+        (Line("reward/noise_variance_share", "rendering and judge"),),
         1.0,
     ),
     Curve(

@@ -136,7 +136,7 @@
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
       sources.length || group.goal || group.of.some((one) => one.img) ? null
-        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.thumbnails_mb and images_per_iteration set how many are saved)."),
+        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.keep_images_of_last_n_iterations)."),
       el("p", {class: "fine"}, members.length === 1 ? "All completions are equal."
         : "Equal completions are one card. Marked words differ from the most common completion."),
       group.of.some((one) => one.tok) ? scale : null,
