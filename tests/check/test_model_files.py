@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plugin, problems = build._find_plugin(directory, directory, section)
+    plugin, problems = build.find_plugin(directory, directory, section)
     assert plugin is not None and not problems, problems
     declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
     return declared

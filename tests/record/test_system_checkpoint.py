@@ -154,7 +154,7 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
         _delete_manifest(path)
-    with pytest.raises(ValueError, match="none of its 3 checkpoints"):
+    with pytest.raises(ValueError, match="none of the 3 checkpoints"):
         model_folder(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_pruning_keeps_the_newest_two_complete_checkpoints_and_every_nth(tmp_pat
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70, 90)]
 
 
-def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, capfd):
+def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path):
     """Users merge an adapter in its folder, and keep notes there."""
     checkpoints = checkpoints_in(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -245,10 +245,8 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
         change(save(checkpoints, iteration))
     for iteration in (8, 9, 10, 11):
         save(checkpoints, iteration)
-    messages = capfd.readouterr().err
     kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
     assert names_in(tmp_path) == kept
-    assert all(messages.count(f"{name} is not pruned: ") == 1 for name in kept[:-2])
     # The user's file also survives a repeated iteration.
     mine = folder / "step_000001/model/notes.txt"
     _delete_manifest(mine.parents[1])
