@@ -299,8 +299,7 @@
     // Training pictures of older iterations are deleted, their records kept; 0 = all are kept.
     keep_images_of_last_n_iterations: 0,
     // Megabytes that small pictures of every group may take over the whole run: sources and every
-    // distinct completion, larger where rewards differ, completions failed or the gain was large;
-    // 0 = none.
+    // distinct completion; 0 = none.
     thumbnails_mb: 200.0,
     // Print one group on the console: the instruction, its best, worst and a middle completion,
     // their reward parts, the judge's replies; 0 = never.

@@ -365,8 +365,7 @@ class TrackingConfig(Section):
     """Training pictures of older iterations are deleted, their records kept; 0 = all are kept."""
     thumbnails_mb: Annotated[float, Field(ge=0, le=1e6), NO_EPISODES] = 200.0
     """Megabytes that small pictures of every group may take over the whole run: sources and every
-    distinct completion, larger where rewards differ, completions failed or the gain was large;
-    0 = none."""
+    distinct completion; 0 = none."""
     show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
     """Print one group on the console: the instruction, its best, worst and a middle completion,
     their reward parts, the judge's replies; 0 = never."""

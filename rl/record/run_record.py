@@ -16,14 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import pstdev
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from PIL.Image import Image, new
 
-from rl.api.types import Episode, Sample, Status
+from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
 from rl.console import warn
 from rl.files import (
@@ -208,12 +207,8 @@ class BackgroundWriter:
 # ---- thumbnails ----------------------------------------------------------------------------------
 # Writes small pictures of every training group, within one budget of bytes per run.
 
-LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))
-"""(longest side of a picture in px, WebP quality), tried in order until a group fits its share."""
-BASE_WEIGHT = 0.25
-"""A group's share of the bytes is proportional to this plus its `interest`."""
-_MARGIN = 1.5
-"""A level is skipped if the last sheet's bytes per px predict more than this times the share."""
+SIDES_PX = (256, 160, 96)
+"""Longest sides of a picture, tried in order until a group fits its share."""
 _BLOCK_PX = 16
 """WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
 _ROW_PX = 4096
@@ -221,22 +216,12 @@ _ROW_PX = 4096
 _FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
 
 
-class GroupPictures(NamedTuple):
-    """What the sheet of group `g` of this rank is made of."""
-
-    g: int
-    pictures: Sequence[Image]
-    """Distinct: sources, target, bare arm, and one per distinct completion."""
-    interest: float
-
-
 class Thumbnails:
     """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
 
-    The budget is divided equally over ranks. An iteration may use the bytes left, divided
-    by the iterations left. Groups get shares of that by `interest`, the most interesting first;
-    bytes that a group does not use go to the next ones. A group whose share is too small for the
-    smallest of `LEVELS` gets no sheet.
+    The budget is divided equally over ranks. An iteration may use the bytes left, divided by the
+    iterations left, and a group the iteration's bytes left, divided by the groups left. A group
+    whose share is too small for the smallest of `SIDES_PX` gets no sheet.
     """
 
     def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
@@ -246,35 +231,25 @@ class Thumbnails:
         self._free_bytes: float | None = None
 
     def write(
-        self, iteration: int, groups: Sequence[GroupPictures], num_left: int
+        self, iteration: int, pictures_P: Sequence[Sequence[Image]], num_left: int
     ) -> dict[int, str]:
-        """Write the sheets of an iteration. `num_left`: iterations still to write, including this
-        one. Returns `id` of a picture -> its place, a path relative to the run folder with a media
-        fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
+        """Write the sheets of an iteration's groups, whose pictures are distinct. `num_left`:
+        iterations still to write, including this one. Returns `id` of a picture -> its place, a
+        path relative to the run folder with a media fragment (W3C), in px:
+        'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64'."""
         if self._free_bytes is None:
             self._free_bytes = self._budget_bytes - self._used_bytes()
         budget_bytes = left_bytes = self._free_bytes / num_left
-        left_weight = sum(BASE_WEIGHT + group.interest for group in groups)
         places: dict[int, str] = {}
-        density = 0.0  # of the last sheet: bytes / (pictures * side_px^2)
-        for group in sorted(groups, key=lambda group: -group.interest):
-            weight = BASE_WEIGHT + group.interest
-            share = left_bytes * weight / left_weight
-            left_weight -= weight
-            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{group.g:02d}.webp"
-            pictures = group.pictures
-            for side, quality in LEVELS if pictures else ():
-                is_last = side == LEVELS[-1][0]
-                if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
-                    continue
-                pictures = [downscale(over_white(picture), side) for picture in pictures]
-                data, boxes = _sheet(pictures, quality)
-                density = len(data) / len(pictures) / side**2
-                if len(data) <= share:
+        for p, pictures in enumerate(pictures_P):
+            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}.webp"
+            for side in SIDES_PX if pictures else ():
+                data, boxes = _sheet([downscale(over_white(picture), side) for picture in pictures])
+                if len(data) <= left_bytes / (len(pictures_P) - p):
                     write_atomically(self._folder / name, data, durable=False)
                     left_bytes -= len(data)
-                    for picture, box in zip(group.pictures, boxes, strict=True):
-                        places[id(picture)] = f"thumbnails/{name}#xywh={box}"
+                    for picture, box in zip(pictures, boxes, strict=True):
+                        places.setdefault(id(picture), f"thumbnails/{name}#xywh={box}")
                     break
         self._free_bytes -= budget_bytes - left_bytes  # after the writes, which are retried
         return places
@@ -289,23 +264,7 @@ class Thumbnails:
         )
 
 
-def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
-    """How interesting a group is, 0..1: the largest of twice the standard deviation of its
-    rewards; the share of completions that failed or were not graded; how far its mean reward is
-    from the bare arm's; twice the standard deviation between the judge's readings of a picture."""
-    rewards = [episode.reward for episode in episodes_G if episode.reward is not None]
-    failed = sum(episode.status is not Status.SCORED for episode in episodes_G)
-    values = [failed / max(1, len(episodes_G))]
-    if rewards:
-        values.append(2 * pstdev(rewards))
-        if bare is not None and bare.reward is not None:
-            values.append(abs(sum(rewards) / len(rewards) - bare.reward))
-    variances = (v for episode in episodes_G for v in episode.judge_variances if v is not None)
-    values.append(2 * max(variances, default=0.0) ** 0.5)
-    return min(1.0, max(values))
-
-
-def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
+def _sheet(pictures: Sequence[Image]) -> tuple[bytes, list[str]]:
     """(the pictures as one WebP, 'left,top,width,height' of each)."""
     side = max(max(picture.size) for picture in pictures)
     cell = -(-side // _BLOCK_PX) * _BLOCK_PX
@@ -318,7 +277,7 @@ def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
         sheet.paste(picture, (left, top))
         boxes.append(f"{left},{top},{picture.width},{picture.height}")
     encoded = io.BytesIO()
-    sheet.save(encoded, "WEBP", quality=quality, method=2)  # method=4: 2x the time, 2 % fewer bytes
+    sheet.save(encoded, "WEBP", quality=75, method=2)  # method=4: 2x the time, 2 % fewer bytes
     return encoded.getvalue(), boxes
 
 
@@ -425,13 +384,9 @@ class RunRecord:
         if not self._records_episodes(iteration):
             return
         bare_P = bare_P or [None] * len(episodes_PG)
-        groups = [
-            GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
-            for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
-        ]
-        places = self._thumbnails.write(
-            iteration, groups, num_later // self._tracking.log_episodes_every_n_iterations + 1
-        )
+        num_left = num_later // self._tracking.log_episodes_every_n_iterations + 1
+        pictures_P = list(map(_distinct_pictures, episodes_PG, bare_P))
+        places = self._thumbnails.write(iteration, pictures_P, num_left)
         self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
         num_kept = self._tracking.keep_images_of_last_n_iterations
         if num_kept and self._dist.is_main:

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from tiny_run import episode, run_config
 
-from rl.api.types import Episode, Status
+from rl.api.types import Episode
 from rl.files import open_picture
 from rl.ranks.dist import Dist
-from rl.record.run_record import LEVELS, RunRecord, interest
+from rl.record.run_record import SIDES_PX, RunRecord
 
 MB = 1e6
 
@@ -28,14 +28,12 @@ def record_in(folder: Path, budget_bytes: float, dist: Dist | None = None) -> Ru
     return RunRecord(folder, config, dist or Dist())
 
 
-def groups_of(num: int, spread: int | None = None) -> list[list[Episode]]:
-    """`num` groups of three completions, two with the same picture; rewards of `spread` differ."""
+def groups_of(num: int) -> list[list[Episode]]:
+    """`num` groups of three completions, two with the same picture."""
     groups = []
     for p in range(num):
         shared, other = noise(10 * p), noise(10 * p + 1)
-        rewards = (0.0, 0.0, 1.0) if p == spread else (0.5, 0.5, 0.5)
-        pictures = (shared, shared, other)
-        groups.append([episode(image=i, reward=r) for i, r in zip(pictures, rewards, strict=True)])
+        groups.append([episode(image=picture) for picture in (shared, shared, other)])
     return groups
 
 
@@ -66,9 +64,9 @@ def test_every_distinct_picture_of_a_group_is_kept_once(tmp_path):
     places = [row["thumbnail"] for row in rows]
     assert places[0] == places[1] and len(set(places)) == 4
     for row, picture in zip(rows[::3], (noise(0), noise(10)), strict=True):
-        # WebP keeps the mean of noise; the longest side is the largest level's.
+        # WebP keeps the mean of noise; the longest side is the largest.
         thumbnail = cut_out(tmp_path, row["thumbnail"])
-        assert thumbnail.size == (LEVELS[0][0], 171)
+        assert thumbnail.size == (SIDES_PX[0], 171)
         means = [np.asarray(image).mean((0, 1)) for image in (thumbnail, picture)]
         assert np.abs(means[0] - means[1]).max() < 3
         source = cut_out(tmp_path, row["source_thumbnails"][0])
@@ -77,17 +75,13 @@ def test_every_distinct_picture_of_a_group_is_kept_once(tmp_path):
 
 
 @pytest.mark.parametrize("num_later", [0, 5])
-def test_the_budget_is_kept_and_most_of_it_goes_to_interesting_groups(tmp_path, num_later):
+def test_the_budget_is_kept_and_shared_by_iterations_and_groups(tmp_path, num_later):
     budget = 60_000 * (num_later + 1)
     record = record_in(tmp_path, budget)
     for iteration in range(num_later + 1):
-        write(record, iteration, groups_of(4, spread=2), num_later - iteration)
+        write(record, iteration, groups_of(4), num_later - iteration)
     assert 0.6 * budget < size_of(tmp_path) <= budget
-    of_group = [
-        sum(path.stat().st_size for path in tmp_path.glob(f"thumbnails/*/rank0_g0{g}.webp"))
-        for g in range(4)
-    ]
-    assert all(of_group) and of_group[2] > 0.4 * sum(of_group)
+    assert len(list(tmp_path.glob("thumbnails/*/rank0_g0?.webp"))) == 4 * (num_later + 1)
 
 
 def test_a_resume_goes_on_with_the_bytes_that_are_left(tmp_path):
@@ -99,7 +93,7 @@ def test_a_resume_goes_on_with_the_bytes_that_are_left(tmp_path):
             for iteration in range(1, 4):
                 if restarts and iteration == 3:
                     record = record_in(folder, 150_000, dist)
-                write(record, iteration, groups_of(3, spread=rank), 3 - iteration)
+                write(record, iteration, groups_of(3), 3 - iteration)
     for rank in range(2):
         whole, resumed = (rows_of(tmp_path / name, 3, rank) for name in ("whole", "resumed"))
         assert whole == resumed and any(row["thumbnail"] for row in whole)
@@ -110,14 +104,3 @@ def test_without_a_budget_there_are_no_thumbnails(tmp_path):
     write(record_in(tmp_path, 0), 1, groups_of(1), 0)
     assert rows_of(tmp_path, 1)[0]["thumbnail"] is None
     assert not (tmp_path / "thumbnails").exists()
-
-
-def test_interest_is_the_largest_of_spread_failures_gain_and_disagreement():
-    calm = [episode(reward=0.5), episode(reward=0.5)]
-    failed = episode(status=Status.POLICY_FAILED, reward=0.5)
-    doubtful = episode(reward=0.5, judge_variances=(None, 0.04))
-    assert interest(calm, None) == 0
-    assert interest([episode(reward=0.25), episode(reward=0.75)], None) == 0.5
-    assert interest([*calm, failed, failed], None) == 0.5
-    assert interest(calm, episode(reward=0.1)) == interest(calm, episode(reward=0.9)) == 0.4
-    assert interest([*calm, doubtful], None) == pytest.approx(0.4)
