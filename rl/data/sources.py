@@ -201,32 +201,27 @@ BUILT_IN = Path(__file__).parent / "prompts"
 out. Categories alternate in a file, so that the first n lines are balanced."""
 
 
+def is_no_jsonl(path: str) -> bool:
+    return not path.endswith(".jsonl")
+
+
 class PromptsConfig(FileConfig):
     """The built-in prompts, or a file of prompts."""
 
     path: str = ""
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     start at the working directory. '' = the built-in set."""
-    split: Literal["train", "held_out", "all"] = "train"
+    split: Annotated[Literal["train", "held_out", "all"], Unread("path", bool)] = "train"
     """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Unread("path", is_no_jsonl)] = "prompt"
     """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
-    picture_key: str = ""
+    picture_key: Annotated[str, Unread("path", is_no_jsonl)] = ""
     """For a .jsonl file: the key of the path to the prompt's picture, relative to the file's own
     folder; rows without it are text only. '' = no row has a picture."""
 
     @model_validator(mode="after")
-    def _refuse_unread_keys(self) -> PromptsConfig:
-        if self.path and "split" in self.model_fields_set:
-            raise ValueError(
-                "split: only the built-in set is split; give training and held-out prompts in two "
-                "files"
-            )
-        if not self.path.endswith(".jsonl"):
-            for key in ("prompt_key", "picture_key"):
-                if key in self.model_fields_set:
-                    raise ValueError(f"{key}: only a .jsonl file has keys")
-        if self.path and not self.path.endswith((".jsonl", ".txt")):
+    def _refuse_other_files(self) -> PromptsConfig:
+        if self.path and is_no_jsonl(self.path) and not self.path.endswith(".txt"):
             raise ValueError(f"path: {self.path!r} is neither .txt nor .jsonl")
         return self
 

@@ -116,7 +116,7 @@ def header(text: bytes) -> bytes:
         *(
             ("model.safetensors", content, message)
             for content, message in (
-                (b"", "is empty"),
+                (b"", "damaged (0 bytes"),
                 (b"\xff" * 64, "header"),
                 (header(b"[]"), "header"),
                 (header(b"{" * 9000), "header"),
