@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 import PIL.Image
 from cachetools import LRUCache, cached
+from PIL import ImageOps
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 from rl.config.loading import read_bytes
@@ -330,10 +331,9 @@ def downscale(image: Image, side_px: int) -> Image:
 
 def padded(image: Image, side_px: int) -> Image:
     """An RGB picture in the middle of a white one that has no side below `side_px`."""
-    width, height = (max(side_px, length) for length in image.size)
-    sheet = new("RGB", (width, height), "white")
-    sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
-    return sheet
+    across, down = (max(0, side_px - length) for length in image.size)
+    left, top = across // 2, down // 2
+    return ImageOps.expand(image, (left, top, across - left, down - top), "white")
 
 
 def side_by_side(pictures: Sequence[Image]) -> Image:

@@ -148,7 +148,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest, or None before the first. Warns of
-        newer ones that are damaged or gone. Raises ValueError if checkpoints were written and none
+        newer ones that are damaged. Raises ValueError if checkpoints were written and none
         is intact: a run never restarts silently from the base weights."""
         newest = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in newest.remarks:
@@ -322,7 +322,7 @@ class Found:
 
     path: Path | None = None
     remarks: tuple[str, ...] = ()
-    """Warnings about newer checkpoints that are damaged or gone."""
+    """Warnings about newer checkpoints that are damaged."""
     problem: str = ""
     """Why the run cannot start; '' if it can."""
 
@@ -334,11 +334,6 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     last = read_bytes(written).decode(errors="replace").strip() if written.exists() else ""
     remarks: list[str] = []
     problem = format_problem(run_dir)
-    is_name = _STEP_NAME.fullmatch(last) is not None
-    if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
-        remarks.append(
-            f"checkpoint {last}, the last one written, is gone: resuming from an older one"
-        )
     for path in [] if problem else reversed(candidates):
         if problem := format_problem(path):
             break

@@ -27,11 +27,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any, get_args
 
 from rl import build, model_files, printing
-from rl.console import duration, warn
+from rl.console import warn
 from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
@@ -69,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.push_to:
         return 0
     try:
-        with stage(f"uploading to {args.push_to}"):
-            publish.upload(args.target, args.push_to, "exported")
+        say(f"uploading to {args.push_to}")
+        publish.upload(args.target, args.push_to, "exported")
     except Exception as error:  # the network and its library may fail in any way
         problem = (
             f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
@@ -132,13 +131,8 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def stage(label: str) -> Iterator[None]:
-    """Print a line when the block begins, and how long it took."""
-    print(f"{label} ...", flush=True)
-    began_s = monotonic()
-    yield
-    print(f"  {duration(monotonic() - began_s)}", flush=True)
+def say(stage: str) -> None:
+    print(f"{stage} ...", flush=True)
 
 
 def refuse_without_text_encoder(trained: Trained) -> None:
@@ -189,15 +183,16 @@ def merge(trained: Trained, args: argparse.Namespace, target: Path) -> None:
 
     policy = policy_of(trained, args)
     config, dtype = policy.config, args.dtype or policy.config.dtype
-    with stage(f"loading {config.model_path} in float32"):
-        model = policy.cls.loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    say(f"loading {config.model_path} in float32")
+    model = policy.cls.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 
         model_files.read_config(trained.model)  # refuses one that names code to import
-        with stage("adding the adapter"):
-            model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
-    with stage(f"writing the weights in {dtype}"), weights_counted():
+        say("adding the adapter")
+        model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
+    say(f"writing the weights in {dtype}")
+    with weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
     if args.form != "text-encoder":
         policy.cls.save_prompt_files(config, target)
