@@ -255,15 +255,15 @@ def _wrong_kind(part: ModelFiles, config: dict[str, Any] | None, where: str) -> 
     if config is None:
         return f"{where} is damaged: it holds no JSON object; copy or download it again"
     key = next((key for key in KIND_KEYS if key in config), " or ".join(KIND_KEYS))
-    checks = [(key, [config.get(key)], part.kinds)]
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures:
-        checks.append(("architectures", architectures, part.classes))
-    for key, values, accepted in checks:
-        if accepted and not any(isinstance(name, str) and name in accepted for name in values):
-            statement = f"says {key} {values[0]!r}" if values[0] is not None else f"says no {key}"
-            needed = " or ".join(map(repr, sorted(accepted)))
-            return f"{where} {statement}, but only {needed} can be loaded here; name such a model"
+    kind, classes = str(config.get(key)), config.get("architectures")
+    named = set(map(str, classes)) if isinstance(classes, list) and classes else part.classes
+    for label, said, accepted in (
+        (key, {kind}, part.kinds),
+        ("architectures", named, part.classes),
+    ):
+        if accepted and not said & accepted:
+            stated, needed = (" or ".join(map(repr, sorted(names))) for names in (said, accepted))
+            return f"{where} says {label} {stated}, but only {needed} can be loaded here; name one"
     return ""
 
 

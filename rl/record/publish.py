@@ -71,7 +71,8 @@ def model_card(
     def of_hub(path: object, otherwise: str) -> Markup:
         return Markup(path if is_of_hub(path) else otherwise)  # nosec B704 # a hub id
 
-    processor = at(config, "policy.model_path")
+    processor, editor = at(config, "policy.model_path"), at(config, "renderer.model_path")
+    sources = [base_of(config), editor, *training_paths(config)]
     markdown = load_template(
         Path(__file__).with_name("model_card.md.j2"),
         finalize=lambda value: value if isinstance(value, Markup) else text(value),
@@ -93,7 +94,7 @@ def model_card(
         model_class=MODEL_CLASSES.get(
             str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
         ),
-        editor=of_hub(at(config, "renderer.model_path"), "<the editor>"),
+        editor=of_hub(editor, "<the editor>"),
         base=of_hub(base_of(config), "<the base>"),
         words=of_hub(processor, "<the tokenizer>"),
         revision=Markup(", revision=") + _python(revision)
@@ -108,7 +109,9 @@ def model_card(
         ),
         held_out={n: reward for n, reward in (held_out or {}).items() if reward is not None},
         metrics=metrics,
-        licences=_licences(config),
+        sources=[path for path in dict.fromkeys(sources) if isinstance(path, str) and path],
+        is_of_hub=is_of_hub,
+        licence_of=licence_of,
         config=Markup("\n".join(code(with_leaves(dict(config), _without_path)))),  # nosec B704 # escaped
     )
 
@@ -140,21 +143,6 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
         base_model_relation=relation if is_of_hub(base) else None,
     )
     return str(front.to_yaml())
-
-
-def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(kind, source, licence) of the base, the renderer and the training data."""
-    renderer = at(config, "renderer.model_path")
-    sources = [
-        ("base", base_of(config)),
-        ("renderer", renderer if isinstance(renderer, str) else ""),
-    ]
-    sources += [("data", path) for path in training_paths(config)]
-    return [
-        (kind, path if is_of_hub(path) else "local files", " ".join(filter(None, licence_of(path))))
-        for kind, path in dict.fromkeys(sources)
-        if path
-    ]
 
 
 def at(config: Any, key: str) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 from rl.config import loading
 from rl.config.loading import nearest, not_a_file
 from rl.files import read_object
-from rl.model_files import KIND_KEYS
 from rl.printing import excerpt
 from rl.ranks.signals import remedy
 from rl.record.checkpoint import SAVE_LOCK, find, format_problem, held_out_rewards, iteration_of
@@ -80,11 +79,9 @@ def _is_started(path: Path) -> bool:
     if any((path / name).is_file() for name in LOCKS):
         return True
     file = path / "config.json"
-    values = None
-    with suppress(OSError):
-        values = read_object(file)
-    # A model's folder has such a file, too.
-    return file.is_file() and not any(key in (values or ()) for key in KIND_KEYS)
+    with suppress(OSError):  # a model's folder has such a file, too
+        return file.is_file() and "run_name" in (read_object(file) or {})
+    return False
 
 
 def _summary(path: Path) -> Summary:
@@ -120,10 +117,9 @@ def _summary(path: Path) -> Summary:
 
 
 def _system(config: Mapping[str, Any]) -> str:
-    for key in ("renderer", "policy"):
-        section = config.get(key)
-        name = section.get("type") if isinstance(section, dict) else None
-        if isinstance(name, str) and name != "none":
+    for section in (config.get("renderer"), config.get("policy")):
+        name = str(section.get("type")) if isinstance(section, dict) else "none"
+        if name != "none":
             return name.rpartition(".")[2]
     return "?"
 

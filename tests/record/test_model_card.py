@@ -73,7 +73,7 @@ def test_the_card_of_a_run_has_held_out_scores_and_limits():
         "judge some-judge",
         'QwenImageEditPlusPipeline.from_pretrained("Qwen/Qwen-Image-Edit-2509", text_encoder',
         "stock pipeline",
-        "| data | me/edits | other unknown |",
+        "| me/edits | other unknown |",
     ):
         assert holds(text, parts), parts
     assert "intern.example" not in text
@@ -112,7 +112,7 @@ def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:
     readme.write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n")
     text = card(policy={"type": "qwen2_5_vl", "model_path": str(tmp_path)})
     assert ModelCard(text).data.license_name == "qwen-research"
-    assert "| base | local files | other qwen-research |" in text
+    assert "| local files | other qwen-research |" in text
 
 
 def everything_hostile() -> tuple[str, str]:
@@ -157,7 +157,7 @@ def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
         visible = "".join(token.content for token in tokens if token.type == "text")
         assert "</td><script>alert(1)</script> | `code` ``` --- license: mit --- # head" in visible
         rows = {line.count("|") for line in text.split("\n") if line.startswith("| ")}
-        assert rows <= {3, 4}, rows
+        assert rows == {3}, rows
         for autolink in ("http://", "https://", "www.", "@"):
             assert autolink not in "".join(text.split("```")[0::2]).partition("\n---\n")[2]
 
