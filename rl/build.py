@@ -190,7 +190,7 @@ def resolve(config: RunConfig) -> Resolved:
     problems: list[str] = []
 
     def plugin_of(kind: str, key: str, section: PluginSection) -> Any:
-        plugin, wrong = _find_plugin(kind, key, section)
+        plugin, wrong = find_plugin(kind, key, section)
         problems.extend(wrong)
         return plugin
 
@@ -248,10 +248,10 @@ def resolve(config: RunConfig) -> Resolved:
     return replace(resolved, config=config.model_copy(update={"final_reward": final}))
 
 
-def _find_plugin(
+def find_plugin(
     kind: str, key: str, section: PluginSection
 ) -> tuple[Plugin[Any] | None, list[str]]:
-    """(the plugin that `section` names, or None; problems)."""
+    """(the plugin that `section` names, or None; problems). Imports it."""
     name, known = section.get("type"), list(SHIPPED[kind])
     note = "(one of your own: its dotted path, 'my_package.my_plugin')"
     if not isinstance(name, str) or not name:

@@ -8,9 +8,7 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -22,6 +20,7 @@ from typing import IO, Any, TypeVar
 
 import PIL.Image
 from cachetools import LRUCache, cached
+from PIL import ImageOps
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 from rl.config.loading import read_bytes
@@ -36,8 +35,7 @@ _REFUSED = {
 
 
 def no_links(path: str, flags: int, mode: int = 0o666) -> int:
-    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) if the path is a link or a pipe.
-    A file with a second name (a hard link) is first replaced by a copy."""
+    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) for a link and for a pipe."""
     # O_NONBLOCK has no effect on a regular file; without it, opening a pipe waits for a reader.
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -46,24 +44,12 @@ def no_links(path: str, flags: int, mode: int = 0o666) -> int:
         if error.errno not in _REFUSED:
             raise
         raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
-    if status.st_nlink > 1:
-        os.close(descriptor)
-        unshare(Path(path))
-        descriptor = os.open(path, safe, mode)
     if flags & os.O_TRUNC:
         os.ftruncate(descriptor, 0)
     return descriptor
-
-
-def unshare(path: Path) -> None:
-    """Replace a file that has a second hard link (from `cp -al`, for example) by a copy."""
-    if path.stat(follow_symlinks=False).st_nlink > 1:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            os.replace(shutil.copy2(path, folder), path)
 
 
 def private(path: str, flags: int) -> int:
@@ -330,10 +316,9 @@ def downscale(image: Image, side_px: int) -> Image:
 
 def padded(image: Image, side_px: int) -> Image:
     """An RGB picture in the middle of a white one that has no side below `side_px`."""
-    width, height = (max(side_px, length) for length in image.size)
-    sheet = new("RGB", (width, height), "white")
-    sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
-    return sheet
+    across, down = (max(0, side_px - length) for length in image.size)
+    left, top = across // 2, down // 2
+    return ImageOps.expand(image, (left, top, across - left, down - top), "white")
 
 
 def side_by_side(pictures: Sequence[Image]) -> Image:

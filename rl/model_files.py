@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 64
 """Alignment of the memory that PyTorch allocates on the CPU."""
-NUM_COLUMNS = 1024
-"""Width of the matrix into which `bit_sums` reshapes a tensor, in 64-bit numbers."""
+CHUNK = 2**20
+"""64-bit numbers that `bit_sums` adds at once."""
+CHUNK_WEIGHT = 0x2545F4914F6CDD1D
+"""Odd factor between the weights of successive chunks."""
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -73,29 +75,28 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """[3] int64 checksums on the tensor's device. Its bytes, as 64-bit numbers, form a matrix and a
-    remainder; the checksums are weighted sums over rows, over columns and of the remainder ([1] if
-    all is remainder). A changed bit and swapped values or rows change them. No temporary is as
-    large as the tensor."""
+    """[1] int64 checksum on the tensor's device: the sum of its bytes, as 64-bit numbers, each
+    times an odd weight. A changed bit and swapped values or rows change it. No temporary is as
+    large as the tensor, unless its bytes have to be padded."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8 or flat.numel() % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).clone()
-    numbers = flat.view(torch.int64)
-    num_whole = len(numbers) // NUM_COLUMNS * NUM_COLUMNS
-    matrix, tail = numbers[:num_whole].view(-1, NUM_COLUMNS), numbers[num_whole:]
-    lines = (matrix.sum(1), matrix.sum(0), tail) if len(matrix) else (tail,)
-    return torch.stack([(line * _line_weights(len(line), line.device)).sum() for line in lines])
+    weights = _weights(flat.device)
+    total = torch.zeros(1, dtype=torch.int64, device=flat.device)
+    for chunk in flat.view(torch.int64).split(CHUNK):
+        total = total * CHUNK_WEIGHT + (chunk * weights[: len(chunk)]).sum()
+    return total
 
 
-@lru_cache(maxsize=64)
-def _line_weights(length: int, device: torch.device) -> torch.Tensor:
-    """[n] int64 odd pseudorandom weights: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
+@lru_cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """[CHUNK] int64 odd pseudorandom weights: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
     splittable pseudorandom number generators"), with signed shifts."""
     import torch
 
-    mixed = torch.arange(1, length + 1, device=device)
+    mixed = torch.arange(1, CHUNK + 1, device=device)
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
     return (mixed ^ (mixed >> 31)) | 1
@@ -109,20 +110,18 @@ def weights_problem(file: Path) -> str:
         start = stream.read(len(LFS_POINTER))
     if start == LFS_POINTER:
         return f"{file} is a pointer of Git LFS, not the weights; fetch them (git lfs pull)"
-    if not start:
-        return f"{file} is empty; copy or download it again"
     if file.suffix != ".safetensors":
-        return ""
+        return "" if size else f"{file} is empty; copy or download it again"
     try:
         ends = [tensor["data_offsets"][1] for tensor in _header(file).values()]
-        expected = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
+        expected: Any = 8 + int.from_bytes(start[:8], "little") + max(ends, default=0)
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        why = "its header cannot be read"
-    else:
-        if size == expected:
-            return ""
-        why = f"its header says {expected}"
-    return f"{file} is damaged ({size} bytes; {why}); copy or download it again"
+        expected = "another number, and cannot be read"
+    if size == expected:
+        return ""
+    return (
+        f"{file} is damaged ({size} bytes; its header says {expected}); copy or download it again"
+    )
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
@@ -256,15 +255,15 @@ def _wrong_kind(part: ModelFiles, config: dict[str, Any] | None, where: str) -> 
     if config is None:
         return f"{where} is damaged: it holds no JSON object; copy or download it again"
     key = next((key for key in KIND_KEYS if key in config), " or ".join(KIND_KEYS))
-    checks = [(key, [config.get(key)], part.kinds)]
-    architectures = config.get("architectures")
-    if isinstance(architectures, list) and architectures:
-        checks.append(("architectures", architectures, part.classes))
-    for key, values, accepted in checks:
-        if accepted and not any(isinstance(name, str) and name in accepted for name in values):
-            statement = f"says {key} {values[0]!r}" if values[0] is not None else f"says no {key}"
-            needed = " or ".join(map(repr, sorted(accepted)))
-            return f"{where} {statement}, but only {needed} can be loaded here; name such a model"
+    kind, classes = str(config.get(key)), config.get("architectures")
+    named = set(map(str, classes)) if isinstance(classes, list) and classes else part.classes
+    for label, said, accepted in (
+        (key, {kind}, part.kinds),
+        ("architectures", named, part.classes),
+    ):
+        if accepted and not said & accepted:
+            stated, needed = (" or ".join(map(repr, sorted(names))) for names in (said, accepted))
+            return f"{where} says {label} {stated}, but only {needed} can be loaded here; name one"
     return ""
 
 
@@ -331,11 +330,10 @@ def read_config(adapter: Path) -> dict[str, Any]:
     odd = [key for key, plain in PLAIN.items() if config.get(key) and config[key] != plain]
     if odd:
         found = ", ".join(f"{key}: {config[key]!r:.80}" for key in odd)
-        remedy = "merge it into its base model (PEFT's `merge_and_unload`), and start from that"
-        if odd == ["use_rslora"]:
-            alpha = config.get("lora_alpha", 8) * config.get("r", 8) ** 0.5
-            remedy = f"set use_rslora to false and lora_alpha to {alpha:g}, which is the same"
-        raise ValueError(f"{file} is of no plain LoRA ({found}); {remedy}")
+        raise ValueError(
+            f"{file} is of no plain LoRA ({found}); merge it into its base model (PEFT's "
+            "`merge_and_unload`), and start from that"
+        )
     mapping = config.get(MAPPING)
     number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
     if problem := loading.refusal(str(file), number, loading.ADAPTER):

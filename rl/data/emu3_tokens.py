@@ -92,11 +92,9 @@ def _read_pth(path: Path) -> dict[str, Any]:
     except Exception as error:
         # Damaged and hostile files raise many types (UnpicklingError, RuntimeError, EOFError,
         # TypeError, ...); the user gets the same message for all.
-        match = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it asks for {match[1]}" if match else f"{type(error).__name__}"
         raise UnusableError(
-            f"is refused ({reason}): only arrays of whole numbers and text are loaded, nothing is "
-            "run; if it is one of the published files, fetch it again"
+            f"is refused ({type(error).__name__}): only arrays of whole numbers and text are "
+            "loaded, nothing is run; if it is one of the published files, fetch it again"
         ) from error
     if not isinstance(fields, dict):
         raise UnusableError(f"holds a {type(fields).__name__}, not the fields of an edit")
@@ -121,12 +119,11 @@ def _codes(fields: Mapping[str, Any], key: str) -> np.ndarray:
     if key not in fields:
         raise UnusableError(f"has no {key!r}; it has {', '.join(map(str, fields)) or 'nothing'}")
     codes = np.asarray(fields[key])
-    if codes.ndim != 2 or not codes.size or codes.dtype.kind not in "iu":
+    is_table = codes.ndim == 2 and codes.size > 0 and codes.dtype.kind in "iu"
+    if not is_table or codes.min() < 0 or codes.max() >= 2**31:
         raise UnusableError(
-            f"{key!r} is {codes.dtype} of shape {list(codes.shape)}, not whole numbers [h, w]"
+            f"{key!r} is {codes.dtype} of shape {list(codes.shape)}, not codes >= 0 [h, w]"
         )
-    if codes.min() < 0 or codes.max() > np.iinfo(np.int32).max:
-        raise UnusableError(f"{key!r} runs from {codes.min()} to {codes.max()}; codes are >= 0")
     return codes.astype(np.int32)
 
 
@@ -213,8 +210,6 @@ def read_list(path: str | Path) -> tuple[Path, list[Path]]:
     file = Path(path)
     if not_a_file(file) and file.parent.parent.name == "feature":
         file = file.parent.parent.parent / file.parent.name / file.name
-    if file.is_dir():
-        raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
     if why := not_a_file(file):
         raise BadRowError(
             f"{excerpt(str(path), MAX_SHOWN)} {why} (from {Path.cwd()}); fetch the published sets "

@@ -6,12 +6,11 @@ import hashlib
 import io
 import json
 import os
-import unicodedata
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +23,6 @@ from rl.api.plugin import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.loading import not_a_file
 from rl.config.schema import Section
-from rl.console import warn
 from rl.files import downscale, open_picture, over_white
 from rl.printing import excerpt
 from rl.progress import counted
@@ -41,14 +39,8 @@ MAX_ASPECT_RATIO = 200
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
-LEAST_WHITE = 32_768
-"""A 16-bit grey picture whose brightest pixel is below may be of 12 or 14 bits, or signed."""
-_animated: list[str] = []  # the first animated file of this process
-_unreadable_profiles: list[str] = []  # the first file with one
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 """What a whole file of a format has at its end; compressed pixels of a JPEG never contain it."""
-SCAN = b"\xff\xda"
-"""What the compressed pixels of a JPEG begin with."""
 TAIL_BYTES = 4096
 LFS_POINTER = b"version https://git-lfs"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -88,9 +80,7 @@ def check_header(located: Path | bytes, max_side_px: int) -> tuple[int, int]:
     """
     with _open(located, max_side_px) as image:
         size, end = image.size, ENDS.get(image.format or "", b"")
-    tail = _tail(located)
-    pixels = tail[max(0, tail.rfind(SCAN)) :]  # not those of a thumbnail
-    if end not in pixels:  # or the file goes on behind its picture, as phones' may
+    if end not in _tail(located):  # or the file goes on behind its picture, as phones' may
         decode(located, max_side_px)
     return size
 
@@ -109,18 +99,12 @@ def decode(
     """The picture as 8-bit RGB in sRGB, upright.
 
     EXIF rotation is applied, a colour profile converted to sRGB, transparency replaced by white (or
-    kept, as RGBA), 16-bit grey scaled to 8 bits, CMYK converted; an animation gives its first
-    frame. Raises UnusableError.
+    kept, as RGBA), CMYK converted; an animation gives its first frame. Raises UnusableError.
     """
     with _open(located, max_side_px) as image:
         try:
             image.load()
-            if getattr(image, "is_animated", False) and not _animated and image.format != "MPO":
-                _animated.append(_name(located))
-                warn(f"{_animated[0]} is animated: only the first picture of such a file is used")
-            return _to_8_bits(ImageOps.exif_transpose(image), _name(located), keeps_transparency)
-        except UnusableError:
-            raise
+            return _to_rgb(ImageOps.exif_transpose(image), keeps_transparency)
         except Exception as error:
             # Pillow's decoders raise whatever a damaged file leads them to (OSError, SyntaxError,
             # ValueError, struct.error, IndexError); the user gets the same message for all.
@@ -133,8 +117,7 @@ def load_image(
     """(a user's picture as from `decode`, with its longer side at most `max_side_px`; its original
     (width, height) if it was scaled down, else None). Raises UnusableError."""
     if isinstance(image, Image.Image):
-        upright = ImageOps.exif_transpose(image)
-        picture = _to_8_bits(upright, "the picture", keeps_transparency)
+        picture = _to_rgb(ImageOps.exif_transpose(image), keeps_transparency)
     else:
         picture = decode(locate(str(image), Path()), MAX_FILE_SIDE_PX, keeps_transparency)
     size = picture.size
@@ -161,52 +144,36 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         ) from error
     except Exception as error:
         raise UnusableError(_broken(located, error)) from error
-    if image.mode == "F":
+    if image.mode[0] in "IF":
         raise UnusableError(
-            f"{_name(located)} holds floating-point pixels of unknown range; save it as 8-bit PNG"
+            f"{_name(located)} holds greys of more than 8 bits, of which the white is unknown; "
+            "save it as 8-bit PNG"
         )
-    width, height = image.size
-    size = f"{_name(located)} is {width}x{height} px"
-    if max(width, height) > max_side_px:
+    longer, shorter = max(image.size), min(image.size)
+    if longer > max_side_px or shorter < MIN_SIDE_PX or longer > MAX_ASPECT_RATIO * shorter:
         raise UnusableError(
-            f"{size}, longer than data.max_image_side_px={max_side_px}; "
-            "downscale it, or raise that key"
+            f"{_name(located)} is {image.width}x{image.height} px; sides have {MIN_SIDE_PX} to "
+            f"{max_side_px} px (data.max_image_side_px), and none is more than {MAX_ASPECT_RATIO} "
+            "times the other; scale it, or change that key"
         )
-    if min(width, height) < MIN_SIDE_PX:
-        raise UnusableError(f"{size}; both sides must be at least {MIN_SIDE_PX} px")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise UnusableError(f"{size}; one side is more than {MAX_ASPECT_RATIO} times the other")
     return image
 
 
-def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
-    if image.mode.startswith("I"):
-        import numpy as np
-
-        # Pillow's own conversion clips 16-bit greys at 255, which makes most pictures white.
-        grey = np.asarray(image).astype(np.int64)
-        most = int(grey.max())
-        if grey.min() < 0 or 0 < most < LEAST_WHITE or most > 65535:
-            raise UnusableError(
-                f"{name} holds 16- or 32-bit greys from {grey.min()} to {most}: which of them is "
-                "white is unknown; save it as 8-bit PNG"
-            )
-        grey[grey == image.info.get("transparency")] = 65535
-        return Image.fromarray((grey // 257).astype(np.uint8)).convert("RGB")
-    image = _in_srgb(image, name)
+def _to_rgb(image: Image.Image, keeps_transparency: bool) -> Image.Image:
+    image = _in_srgb(image)
     if keeps_transparency and image.has_transparency_data:
         return image.convert("RGBA")
     return over_white(image)
 
 
-def _in_srgb(image: Image.Image, name: str) -> Image.Image:
+def _in_srgb(image: Image.Image) -> Image.Image:
     """The picture converted from the colour profile of its file, as a viewer shows it; unchanged if
-    there is none, or if it cannot be read (the first one is a warning)."""
+    there is none, or if it cannot be read."""
     from PIL import ImageCms
 
     if not (profile := image.info.get("icc_profile")):
         return image
-    try:
+    with suppress(ImageCms.PyCMSError, OSError):
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if "sRGB" in ImageCms.getProfileDescription(source):
             return image  # a conversion would only add rounding
@@ -215,11 +182,7 @@ def _in_srgb(image: Image.Image, name: str) -> Image.Image:
         mode = "RGBA" if image.mode == "RGBA" else "RGB"
         target = ImageCms.createProfile("sRGB")
         return ImageCms.profileToProfile(image, source, target, outputMode=mode) or image
-    except (ImageCms.PyCMSError, OSError) as error:
-        if not _unreadable_profiles:
-            _unreadable_profiles.append(name)
-            warn(f"the colour profile of {name} cannot be used ({error}); it is read as sRGB")
-        return image
+    return image
 
 
 def _broken(located: Path | bytes, error: Exception) -> str:
@@ -242,11 +205,8 @@ MAX_ORIGIN = 40
 MAX_COLUMNS_SHOWN = 120
 KEPT_SIZES = 2**16
 """Pictures whose size is remembered during a check: many rows may show the same one."""
-_INVISIBLE = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
-"""Unicode categories of characters that are invisible on their own."""
-_BLANK = "\u115f\u1160\u2800\u3164\uffa0"
-"""Letters and symbols that are invisible, too."""
 _MISSING = object()
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 SEVERAL = "images"
 """The column of a row's list of source pictures, unless the config names a column."""
 
@@ -489,9 +449,11 @@ class RowsSource(CheckedSource[ConfigT]):
         name = f"rows of {excerpt(self._name, MAX_ORIGIN)}"
         self._check_all(f"{config!r} {stated} {table.version}", name, len(table.rows))
         self._row_of_id.clear()
+        num_rows, num_distinct = len(self._contents), len(set(self._contents))
+        differ = f"only {num_distinct} of {num_rows} rows differ in instruction or source picture"
         self.findings = replace(
             self.findings,
-            warnings=[*self._warnings()],
+            warnings=[differ] if num_rows > 1 and num_distinct * 2 <= num_rows else [],
             unread=[*self._unread()],
             most_pictures=self._most_pictures,
         )
@@ -538,8 +500,7 @@ class RowsSource(CheckedSource[ConfigT]):
             self._keys.update(row)
         cells, (*sizes, _) = self._read(row, self._looked_at)
         identity = self._id(index, row)
-        # Different sequences of characters may look the same.
-        key = hash(unicodedata.normalize("NFC", identity))
+        key = hash(identity)
         if key in self._row_of_id:
             first = self._table.numbers[self._row_of_id[key]]
             raise UnusableError(f"id {identity!r} is already that of row {first}")
@@ -553,22 +514,9 @@ class RowsSource(CheckedSource[ConfigT]):
         self._row_of_id[key] = index
         self._most_pictures = max(self._most_pictures, len(cells))
 
-    def _warnings(self) -> Iterator[str]:
-        num_rows, num_distinct = len(self._contents), len(set(self._contents))
-        if num_rows > 1 and num_distinct * 2 <= num_rows:
-            yield f"only {num_distinct} of {num_rows} rows differ in instruction or source picture"
-        columns = self._table.columns
-        for optional in ("target", "id", "category"):
-            column = getattr(columns, optional)
-            near = get_close_matches(column, self._other_keys(), n=1)
-            if near and column not in self._keys and optional not in columns.model_fields_set:
-                yield (
-                    f"no row has {column!r}, and nothing reads {near[0]!r}: if that is meant, "
-                    f"set columns.{optional} to it"
-                )
-
     def _unread(self) -> Iterator[str]:
-        if others := self._other_keys():
+        read = self._table.columns.read()
+        if others := sorted(self._keys - {column.split(".")[0] for column in read} - read):
             yield f"columns {excerpt(', '.join(others), MAX_COLUMNS_SHOWN)}"
         if self._num_unopened:
             yield f"{self._num_unopened} pictures, which exist"
@@ -576,11 +524,6 @@ class RowsSource(CheckedSource[ConfigT]):
             yield (
                 f"tokens of {self._num_uncounted} prompts, whose pictures or tokenizer are not here"
             )
-
-    def _other_keys(self) -> list[str]:
-        """The keys of rows that nothing reads."""
-        read = self._table.columns.read()
-        return sorted(self._keys - {column.split(".")[0] for column in read} - read)
 
     def _read(
         self, row: Mapping[str, Any], use: Callable[[Any, bool], Any]
@@ -660,18 +603,12 @@ def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, A
             cells += [(column, item) for item in cell]
         elif cell is not None or not may_lack:
             cells.append((column, cell))
-    if cells and cells[0][0] != names[0]:
-        raise UnusableError(
-            f"{names[0]!r} holds no picture, but {cells[0][0]!r} does, and would be the first: "
-            "fill the columns of columns.source in their order"
-        )
     return cells
 
 
 def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
     for column in columns.named:
-        if column not in row:
-            pick(row, column)  # nested, or an error
+        pick(row, column)
     for name, column in columns.hidden.items():
         if not columns.hidden_optional and pick(row, column) is None:
             raise UnusableError(f"hidden.{name}: {column!r} is null; write what rewards may see")
@@ -679,20 +616,15 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
         text = pick(row, column)
         if not isinstance(text, str | None):
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
-        if text and text[0].isascii() and text[0].isalnum():
-            continue
-        if text is None or all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
+        if not text or text.isspace():
             raise UnusableError(f"{column!r} is empty; write what is wanted")
-    for column in columns.texts:
-        cell = row[column] if column in row else pick(row, column, None)
-        if not isinstance(cell, str):  # nested text too
-            cell = json.dumps(cell, ensure_ascii=False, default=str)
-        try:
-            cell.encode()
-        except UnicodeEncodeError as error:
-            raise UnusableError(
-                f"{column!r} holds half a character (a lone surrogate), which no text has; fix it"
-            ) from error
+    cells = [pick(row, column, None) for column in columns.texts]
+    try:
+        _TO_JSON.encode(cells).encode()  # nested text, too
+    except UnicodeEncodeError as error:
+        raise UnusableError(
+            "holds half a character (a lone surrogate), which no text has; fix it"
+        ) from error
 
 
 # ---- jsonl ---------------------------------------------------------------------------------------
@@ -711,34 +643,21 @@ class Lines(Sequence[Mapping[str, Any]]):
         """`files`: read as one. `parse`: converts a line to a row; None = JSON. Raises BadRowError
         if a file does not exist or cannot be read, or if all are empty."""
         self._parse = parse or json.loads
-        self._content = b"\n".join(map(_content, files))
-        self.numbers = array("Q")
-        """The number of each row's line, from 1."""
-        self._starts = array("Q")
-        start = 0
-        for number, line in enumerate(io.BytesIO(self._content), 1):
-            if not line.isspace():
-                self.numbers.append(number)
-                self._starts.append(start)
-            start += len(line)
-        if not self.numbers:
+        content = b"\n".join(map(_content, files))
+        self.version = hashlib.sha256(content).hexdigest()
+        lines = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        if not lines:
             raise BadRowError(f"{files[0]} is empty; write one row per line")
-
-    @property
-    def version(self) -> str:
-        """A hash of the file's bytes."""
-        return hashlib.sha256(self._content).hexdigest()
+        self.numbers, self._lines = zip(*lines, strict=True)
+        """The number of each row's line, from 1; the lines."""
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._lines)
 
     def __getitem__(self, index: Any) -> Any:
         """Raises UnusableError for a line that is no row."""
-        start = self._starts[index]
-        stop = self._content.find(b"\n", start)
         try:
-            line = self._content[start : None if stop < 0 else stop].strip().decode("utf-8")
-            row = self._parse(line)
+            row = self._parse(self._lines[index].strip().decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UnusableError("is not UTF-8; save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:  # also too long numbers, too deep nesting

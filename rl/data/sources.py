@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
@@ -35,11 +36,13 @@ class EditJsonl(RowsSource[EditJsonlConfig]):
 
     @classmethod
     def read(cls, config: EditJsonlConfig) -> Rows:
-        path = Path(config.path)
-        lines = Lines(path)
-        folder = Path(config.image_folder) if config.image_folder else path.parent
-        numbers = lines.numbers
-        return Rows(lines, numbers, numbers, str(path), lines.version, config.columns, folder)
+        return _read_lines(config, config.path)
+
+
+def _read_lines(config: RowsConfig, path: str) -> Rows:
+    lines = Lines(Path(path))
+    folder = Path(config.image_folder or Path(path).parent)
+    return Rows(lines, lines.numbers, lines.numbers, path, lines.version, config.columns, folder)
 
 
 # ---- hf dataset ----------------------------------------------------------------------------------
@@ -83,28 +86,23 @@ class HfDataset(RowsSource[HfDatasetConfig]):
         why = not_a_file(path)
         if why not in ("", FOLDER) and _is_local(config):
             raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
-        rows: Sequence[Mapping[str, Any]]
+        origin = f"{config.path}[{config.split}]"
         if not why and path.suffix == ".jsonl" and "[" not in config.split:
             # `datasets` would reject the whole file because of one unreadable line.
-            rows = lines = Lines(path)
-            numbers: Sequence[int] = lines.numbers
-            version, keys = lines.version, set()
-        else:
-            dataset = _open(config)
-            names = _columns_read(config, dataset.column_names)
-            rows = _UndecodedRows(dataset.select_columns(names))
-            version, keys = dataset._fingerprint, set(dataset.column_names)
-            numbers = range(1, len(rows) + 1)
+            lines = _read_lines(config, config.path)
+            return replace(lines, id_numbers=range(len(lines.rows)), origin=origin)
+        dataset = _open(config)
+        rows = _UndecodedRows(dataset.select_columns(_columns_read(config, dataset.column_names)))
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         return Rows(
             rows,
-            numbers,
+            range(1, len(rows) + 1),
             range(len(rows)),
-            f"{config.path}[{config.split}]",
-            version,
+            origin,
+            dataset._fingerprint,
             config.columns,
-            Path(config.image_folder) if config.image_folder else folder,
-            keys,
+            Path(config.image_folder or folder),
+            set(dataset.column_names),
         )
 
 
@@ -201,32 +199,27 @@ BUILT_IN = Path(__file__).parent / "prompts"
 out. Categories alternate in a file, so that the first n lines are balanced."""
 
 
+def is_no_jsonl(path: str) -> bool:
+    return not path.endswith(".jsonl")
+
+
 class PromptsConfig(FileConfig):
     """The built-in prompts, or a file of prompts."""
 
     path: str = ""
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     start at the working directory. '' = the built-in set."""
-    split: Literal["train", "held_out", "all"] = "train"
+    split: Annotated[Literal["train", "held_out", "all"], Unread("path", bool)] = "train"
     """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Unread("path", is_no_jsonl)] = "prompt"
     """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
-    picture_key: str = ""
+    picture_key: Annotated[str, Unread("path", is_no_jsonl)] = ""
     """For a .jsonl file: the key of the path to the prompt's picture, relative to the file's own
     folder; rows without it are text only. '' = no row has a picture."""
 
     @model_validator(mode="after")
-    def _refuse_unread_keys(self) -> PromptsConfig:
-        if self.path and "split" in self.model_fields_set:
-            raise ValueError(
-                "split: only the built-in set is split; give training and held-out prompts in two "
-                "files"
-            )
-        if not self.path.endswith(".jsonl"):
-            for key in ("prompt_key", "picture_key"):
-                if key in self.model_fields_set:
-                    raise ValueError(f"{key}: only a .jsonl file has keys")
-        if self.path and not self.path.endswith((".jsonl", ".txt")):
+    def _refuse_other_files(self) -> PromptsConfig:
+        if self.path and is_no_jsonl(self.path) and not self.path.endswith(".txt"):
             raise ValueError(f"path: {self.path!r} is neither .txt nor .jsonl")
         return self
 

@@ -48,15 +48,10 @@ def retry_until_space(write: Callable[[], T], folder: Path, name: str) -> T:
     next_warning_s = began_s
     while True:
         try:
-            result = write()
+            return write()
         except Exception as error:
             if not is_full(error) or signals.stop_received():
                 raise
-        else:
-            if next_warning_s > began_s:
-                waited = duration(time.monotonic() - began_s)
-                warn(f"{folder}: there is room again after {waited}, and {name} is written")
-            return result
         if (now_s := time.monotonic()) >= next_warning_s:
             next_warning_s = now_s + WARN_EVERY_S
             warn(
@@ -144,9 +139,7 @@ class Checkpoints:
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._dist = dist
-        self._pusher = Pusher(config.push_to_hub_repo_id, self.folder)
-        self._reported: set[Path] = set()
-        """Old checkpoints that cannot be pruned; the reason was already logged."""
+        self._pusher = Pusher(config.push_to_hub_repo_id)
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -155,7 +148,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest, or None before the first. Warns of
-        newer ones that are damaged or gone. Raises ValueError if checkpoints were written and none
+        newer ones that are damaged. Raises ValueError if checkpoints were written and none
         is intact: a run never restarts silently from the base weights."""
         newest = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in newest.remarks:
@@ -277,29 +270,17 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
-        best on held-out samples, any that may be the best, every n-th, and any with changes."""
-        steps, rows = steps_of(self.folder.parent), _rows_of(self.folder.parent)
-        whole = [iteration_of(path) for path in steps if problem_of(path, hashes=False) is None]
-        bounds = {iteration: _held_out_bounds(rows.get(iteration)) for iteration in whole}
-        surpassed = max((low for low, _ in bounds.values()), default=0.0)
-        every = self._config.keep_every_n_iterations
-        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, held_out_rewards(self.folder.parent))}
-        kept |= {iteration for iteration in whole if every and iteration % every == 0}
-        for path in steps:
-            iteration = iteration_of(path)
-            if iteration in kept:
-                continue
-            why = _changes_in(path)
-            if iteration in whole and bounds[iteration][1] > surpassed:
-                why = (
-                    "it may be the best: some of its held-out samples were not graded, or "
-                    "metrics.jsonl has no readable line for it"
-                )
-            if not why:
+        best on held-out samples, those without a line of metrics (one may be the best), those on
+        their way to the hub, every n-th, and those that somebody changed."""
+        rewards, every = held_out_rewards(self.folder.parent), self._config.keep_every_n_iterations
+        steps = {iteration_of(path): path for path in steps_of(self.folder.parent)}
+        whole = [iteration for iteration, path in steps.items() if is_as_written(path)]
+        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, rewards), *self._pusher.uploading}
+        for iteration in whole:
+            is_nth = every and iteration % every == 0
+            if iteration in rewards and iteration not in kept and not is_nth:
+                path = steps[iteration]
                 path.rename(self.folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}")
-            elif path not in self._reported:
-                warn(f"the old checkpoint {path.name} is not pruned: {why}")
-                self._reported.add(path)
 
     def _sweep(self) -> None:
         """Delete the temporary folders that pruning, a kill or a failed save left."""
@@ -341,7 +322,7 @@ class Found:
 
     path: Path | None = None
     remarks: tuple[str, ...] = ()
-    """Warnings about newer checkpoints that are damaged or gone."""
+    """Warnings about newer checkpoints that are damaged."""
     problem: str = ""
     """Why the run cannot start; '' if it can."""
 
@@ -353,11 +334,6 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     last = read_bytes(written).decode(errors="replace").strip() if written.exists() else ""
     remarks: list[str] = []
     problem = format_problem(run_dir)
-    is_name = _STEP_NAME.fullmatch(last) is not None
-    if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
-        remarks.append(
-            f"checkpoint {last}, the last one written, is gone: resuming from an older one"
-        )
     for path in [] if problem else reversed(candidates):
         if problem := format_problem(path):
             break
@@ -378,30 +354,21 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
-    """A checkpoint of a run: `which` is 'latest' (the newest intact one), 'best' (on held-out
-    samples) or a number of iterations. Raises ValueError, which lists the existing ones."""
+    """A checkpoint of a run: `which` is 'best' (on held-out samples) or a number of iterations.
+    Raises ValueError, which lists the existing ones."""
     by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
-    path: Path | None = None
-    problem = f"checkpoint {which!r}: write latest, best, or a number of iterations"
-    if which == "latest":
-        newest = find(run_dir)
-        path, problem = newest.path, newest.problem or "there is no checkpoint yet"
-    elif which == "best":
-        best = best_of(list(by_iteration), held_out_rewards(run_dir))
-        path = None if best is None else by_iteration[best]
-        problem = (
-            "no existing checkpoint was measured by an evaluation (that needs a multiple of both "
-            "checkpoint.save_every_n_iterations and evaluation.every_n_iterations)"
-        )
-    elif which.isdecimal():
-        path = by_iteration.get(int(which))
-        problem = f"there is no checkpoint of {which} iterations"
-    if path is not None and which != "latest" and (damage := problem_of(path)):
-        problem, path = f"{path.name} is damaged ({damage})", None
-    if path is None:
+    iteration = int(which) if which.isdecimal() else None
+    if which == "best":
+        iteration = best_of(list(by_iteration), held_out_rewards(run_dir))
+    if iteration is None or iteration not in by_iteration:
         names = ", ".join(map(str, by_iteration)) or "none"
-        raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
-    return path
+        raise ValueError(
+            f"{run_dir}: there is no checkpoint {which!r}: write latest, best (if evaluations "
+            f"measured checkpoints), or a number of iterations; checkpoints there: {names}"
+        )
+    if damage := problem_of(by_iteration[iteration]):
+        raise ValueError(f"{by_iteration[iteration]} is damaged ({damage})")
+    return by_iteration[iteration]
 
 
 def steps_of(run_dir: Path) -> list[Path]:
@@ -414,35 +381,13 @@ def steps_of(run_dir: Path) -> list[Path]:
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
-    return {iteration: _held_out_mean(row) for iteration, row in _rows_of(run_dir).items()}
-
-
-def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
-    """Iterations done -> last readable line of metrics.jsonl; there may be none before training."""
-    file = run_dir / "metrics.jsonl"
-    rows = read_rows(file)[0]
-    return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}
-
-
-def _held_out_mean(row: Mapping[str, Any], name: str = "eval/reward") -> float | None:
-    """A mean over the held-out samples, 0..1; None if there is none."""
-    value: Any = row.get(name)
-    return float(value) if type(value) in (int, float) and 0 <= value <= 1 else None
-
-
-def _held_out_bounds(row: Mapping[str, Any] | None) -> tuple[float, float]:
-    """(least, greatest) mean held-out reward: samples for which no judge was reached count as 0 and
-    as 1, and a missing `row` may hold any. Unreadable replies are left out, as from the mean;
-    (0, 0) without an evaluation."""
-    if row is None:
-        return 0.0, 1.0
-    reward = _held_out_mean(row)
-    if reward is None:
-        return 0.0, float("eval/ungraded" in row)
-    ungraded = _held_out_mean(row, "eval/ungraded") or 0.0
-    lost = max(0.0, ungraded - (_held_out_mean(row, "eval/unreadable") or 0.0))
-    share = lost / (1 - ungraded + lost or 1.0)
-    return reward * (1 - share), reward * (1 - share) + share
+    rewards: dict[int, float | None] = {0: None}  # there may be no line before training
+    for row in read_rows(run_dir / "metrics.jsonl")[0]:
+        if type(row.get("iteration")) is int:
+            reward: Any = row.get("eval/reward")
+            is_reward = type(reward) in (int, float) and 0 <= reward <= 1
+            rewards[row["iteration"]] = reward if is_reward else None
+    return rewards
 
 
 def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:
@@ -451,31 +396,26 @@ def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int 
     return min(measured)[1] if measured else None
 
 
-def _changes_in(path: Path) -> str:
-    """How a checkpoint differs from what `save` wrote, or ''. Compares sizes, not hashes."""
-    if path.is_symlink():
-        return "it is a link"
-    if problem := problem_of(path, hashes=False):
-        return f"it is damaged or was changed ({problem})"
+def is_as_written(path: Path) -> bool:
+    """Whether a checkpoint holds what `save` wrote and nothing else. Compares sizes, not hashes."""
+    if path.is_symlink() or problem_of(path, hashes=False):
+        return False
     manifest = json.loads(read_bytes(path / "manifest.json"))
     ours = {*manifest, "manifest.json", f"{MODEL_FOLDER}/{MODEL_CARD}"}
-    for entry in sorted(path.rglob("*")):
-        name = entry.relative_to(path).as_posix()
-        if entry.is_symlink() or not (entry.is_dir() or name in ours):
-            return f"it holds {excerpt(name, _MAX_SHOWN_CHARS)}, which the run did not write"
-    return ""
+    return all(
+        not entry.is_symlink() and (entry.is_dir() or entry.relative_to(path).as_posix() in ours)
+        for entry in path.rglob("*")
+    )
 
 
 def model_folder(path: Path) -> Path:
     """The model's folder in a run (its newest intact checkpoint), a checkpoint, or `path` itself.
     Raises ValueError if no checkpoint is intact, or if its format differs from this version's."""
-    steps = steps_of(path)
-    if problem := next(filter(None, map(format_problem, [path, *steps[-1:]])), ""):
-        raise ValueError(problem)
-    folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
-    if steps and folder == path:
-        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is intact")
-    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+    newest = find(path) if steps_of(path) else Found(path, problem=format_problem(path))
+    if newest.path is None or newest.problem:
+        raise ValueError(newest.problem)
+    folder = newest.path / MODEL_FOLDER
+    return folder if folder.is_dir() else newest.path
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,80 +43,43 @@ DESCRIPTIONS = {
     "text-encoder": "The text encoder of an editor: a",
 }
 
-_LICENSE = re.compile(r"[A-Za-z0-9][\w.-]{0,59}")
-_MAX_README_BYTES = 1_000_000
-OWN_WORDS = "own_words"
-"""Part of the file name of a picture drawn from the user's own words, if nothing is edited."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One held-out sample before and after training."""
-
-    instruction: str
-    words: tuple[str, str]
-    """Completions before and after."""
-    rewards: tuple[float | None, float | None]
-    """None: not graded."""
-    files: tuple[str, ...]
-    """Picture files beside the card: the sources (or the picture of the user's own words), before,
-    after; () without pictures."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Results of a run's held-out evaluations."""
-
-    iterations: tuple[int, int]
-    """Finished iterations at the first and at the last held-out evaluation."""
-    learnt: Sequence[Any]
-    """Change of the mean reward: of all samples first, then of each category; [] if no sample was
-    graded both times. Of each the `name`, the samples' `rewards`, and the means `before` and
-    `after` with the 95 % `interval` of their difference or None."""
-    arms: Sequence[Any]
-    """The same from another arm to the model, under the same noise."""
-    num_left_out: int
-    """Held-out samples that were not graded both times."""
-    ungraded_share: float | None
-    """Share of the training episodes that were ungraded."""
-    drift_alarms: Sequence[int] | None
-    """Iterations after which drift was found; None: it was never measured."""
-    samples: Sequence[Shown]
-    """The first ones, not the best."""
-
 
 def model_card(
     config: Mapping[str, Any],
     iteration: int,
     metrics: Mapping[str, float],
     form: Form | None = None,
-    evidence: Evidence | None = None,
+    held_out: Mapping[int, float | None] | None = None,
     template: PromptTemplate | None = None,
 ) -> str:
     """Markdown with the hub's front matter.
 
     `config`: the resolved run config, any part of which may be missing. `metrics`: the latest
-    scalars of the run. `form`: None = the form that a checkpoint holds. `template`: from
-    `Policy.prompt_template`; the card then has a program that prints the policy's words.
+    scalars of the run. `form`: None = the form that a checkpoint holds. `held_out`: iterations done
+    -> mean held-out reward, None where not measured. `template`: from `Policy.prompt_template`; the
+    card then has a program that prints the policy's words.
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
-    base, renderer = base_of(config), str(at(config, "renderer.type"))
-    run = str(config.get("run_name", ""))
-    editor, processor_path = at(config, "renderer.model_path"), at(config, "policy.model_path")
+    renderer, run = str(at(config, "renderer.type")), str(config.get("run_name", ""))
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
     thought, revision = at(config, "policy.thought"), at(config, "policy.revision")
 
-    def setting(key: str) -> Markup:
+    def setting(key: str) -> str:
         value = at(config, key)
-        return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
+        return "unknown" if value is None else str(value)[:60]
 
+    def of_hub(path: object, otherwise: str) -> Markup:
+        return Markup(path if is_of_hub(path) else otherwise)  # nosec B704 # a hub id
+
+    processor, editor = at(config, "policy.model_path"), at(config, "renderer.model_path")
+    sources = [base_of(config), editor, *training_paths(config)]
     markdown = load_template(
         Path(__file__).with_name("model_card.md.j2"),
         finalize=lambda value: value if isinstance(value, Markup) else text(value),
         keep_trailing_newline=True,
     )
     return markdown.render(
-        front=Markup(_front(config, form)),  # nosec B704 # no value ends a line
+        front=Markup(_front(config, form)),  # nosec B704 # YAML
         name=config.get("run_name", "a policy"),
         description=DESCRIPTIONS[form],
         setting=setting,
@@ -134,25 +94,24 @@ def model_card(
         model_class=MODEL_CLASSES.get(
             str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
         ),
-        editor=Markup(editor if is_of_hub(editor) else "<the editor>"),  # nosec B704 # a hub id
-        base=Markup(base if is_of_hub(base) else "<the base>"),  # nosec B704 # a hub id
-        words=Markup(  # nosec B704 # a hub id
-            processor_path if is_of_hub(processor_path) else "<the tokenizer>"
-        ),
+        editor=of_hub(editor, "<the editor>"),
+        base=of_hub(base_of(config), "<the base>"),
+        words=of_hub(processor, "<the tokenizer>"),
         revision=Markup(", revision=") + _python(revision)
         if revision and form == "adapter"
         else "",
         thought=ThoughtSection.model_validate(thought) if template and thought else None,
         is_editors=is_editors,
-        processor_path=processor_path if is_editors and is_of_hub(processor_path) else "",
+        processor_path=of_hub(processor, "") if is_editors else "",
         task=TASKS.get(renderer),
         run=Markup(  # nosec B704 # letters, digits, "_", ".", "-"
             f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
         ),
-        evidence=evidence,
+        held_out={n: reward for n, reward in (held_out or {}).items() if reward is not None},
         metrics=metrics,
-        own_words=OWN_WORDS,
-        licences=_licences(config),
+        sources=[path for path in dict.fromkeys(sources) if isinstance(path, str) and path],
+        is_of_hub=is_of_hub,
+        licence_of=licence_of,
         config=Markup("\n".join(code(with_leaves(dict(config), _without_path)))),  # nosec B704 # escaped
     )
 
@@ -168,7 +127,7 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
     from huggingface_hub import ModelCardData
 
     base = base_of(config)
-    licence, licence_name = licence_of(base) or ("other", "unknown")
+    licence, licence_name = licence_of(base)
     relation = "adapter" if form == "adapter" else "finetune"
     front = ModelCardData(
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
@@ -184,25 +143,6 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
         base_model_relation=relation if is_of_hub(base) else None,
     )
     return str(front.to_yaml())
-
-
-def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(kind, source, licence) of the base, the renderer and the training data."""
-    renderer = at(config, "renderer.model_path")
-    sources = [
-        ("base", base_of(config)),
-        ("renderer", renderer if isinstance(renderer, str) else ""),
-    ]
-    sources += [("data", path) for path in training_paths(config)]
-    return [
-        (
-            kind,
-            path if is_of_hub(path) else "local files",
-            " ".join(filter(None, licence_of(path) or ["unknown"])),
-        )
-        for kind, path in dict.fromkeys(sources)
-        if path
-    ]
 
 
 def at(config: Any, key: str) -> Any:
@@ -240,27 +180,19 @@ def _without_path(value: Any) -> Any:
     return f"(a path)/{Path(value).name}" if is_path and not is_of_hub(value) else value
 
 
-def licence_of(path: str) -> tuple[str, str | None] | None:
-    """(licence, its name if the licence is 'other') from the card of a model or a data set. None if
-    the card states no licence, or if neither the folder nor the hub's cache has a card. Makes no
-    network request."""
+def licence_of(path: str) -> tuple[str, str | None]:
+    """(licence, its name if the licence is 'other') from the card of a model or a data set in its
+    folder or the hub's cache; ('other', 'unknown') if none states one. Makes no network request."""
     from huggingface_hub import metadata_load
 
-    try:
-        card: Path | None = Path(path, "README.md")
-        if is_of_hub(path):
-            card = cached(path, "README.md")
-        if card is None or not card.is_file() or card.stat().st_size > _MAX_README_BYTES:
-            return None
-        front = metadata_load(card) or {}
-        licence, name = front.get("license"), front.get("license_name")
-    except Exception:  # the YAML reader may raise anything
-        return None
-    if not isinstance(licence, str) or not _LICENSE.fullmatch(licence):
-        return None
-    if licence != "other":
-        return licence, None
-    return licence, name if isinstance(name, str) and _LICENSE.fullmatch(name) else "unnamed"
+    front: Mapping[str, Any] = {}
+    with suppress(Exception):  # no card, or the YAML reader, which may raise anything
+        card = cached(path, "README.md") if is_of_hub(path) else Path(path, "README.md")
+        front = (card and metadata_load(card)) or {}
+    licence, name = front.get("license"), front.get("license_name", "unknown")
+    if not isinstance(licence, str) or not isinstance(name, str):
+        return "other", "unknown"
+    return licence, name if licence == "other" else None
 
 
 # ---- hub -----------------------------------------------------------------------------------------
@@ -268,44 +200,31 @@ def licence_of(path: str) -> tuple[str, str | None] | None:
 
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
-_STAGING_PREFIX = ".push-ckpt_"
 
 
 class Pusher:
     """Uploads model folders from rank 0, one at a time, in a thread.
 
     `main` gets the newest model; the branch `ckpt_000020` keeps the model after 20 iterations. Any
-    failure is logged as one warning. Pruning may delete the checkpoint during the upload, so its
-    files are first linked (or copied) into a staging folder.
+    failure is logged as one warning.
     """
 
-    def __init__(self, repo_id: str, outbox: Path) -> None:
-        """`outbox`: parent of the staging folders, on the checkpoints' file system."""
+    def __init__(self, repo_id: str) -> None:
         self._repo_id = repo_id
-        self._outbox = outbox
         self._thread: threading.Thread | None = None
+        self.uploading: set[int] = set()
+        """Iterations whose checkpoints are being read, or will be."""
 
     def push(self, folder: Path, iteration: int, final: bool = False) -> None:
         """Start the upload of `folder`. While another one runs, the upload is left out, unless it
         is the `final` one: that comes after the other."""
         earlier = self._thread
-        if earlier is None:
-            for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
-                shutil.rmtree(stale, ignore_errors=True)
-        elif earlier.is_alive() and not final:
+        if earlier is not None and earlier.is_alive() and not final:
             self._warn(iteration, "not uploaded: an earlier upload is not done")
             return
-        staging: Path | None = None
-        try:
-            staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self._outbox))
-            shutil.copytree(folder, staging, copy_function=_link_or_copy, dirs_exist_ok=True)
-        except OSError as error:
-            if staging is not None:
-                shutil.rmtree(staging, ignore_errors=True)
-            self._warn(iteration, f"failed, the run goes on: {error!r}")
-            return
+        self.uploading |= {iteration}
         # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
-        arguments = (staging, iteration, earlier)
+        arguments = (folder, iteration, earlier)
         self._thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
         self._thread.start()
 
@@ -321,25 +240,18 @@ class Pusher:
                 "run ends. Upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
-    def _upload(self, staging: Path, iteration: int, earlier: threading.Thread | None) -> None:
+    def _upload(self, folder: Path, iteration: int, earlier: threading.Thread | None) -> None:
         if earlier is not None:
             earlier.join()
         try:
-            upload(staging, self._repo_id, f"iteration {iteration}", f"ckpt_{iteration:06d}")
+            upload(folder, self._repo_id, f"iteration {iteration}", f"ckpt_{iteration:06d}")
         # huggingface_hub and the network may raise anything.
         except Exception as error:
             self._warn(iteration, f"failed, the run goes on: {error!r}")
-        shutil.rmtree(staging, ignore_errors=True)
+        self.uploading -= {iteration}
 
     def _warn(self, iteration: int, reason: str) -> None:
         warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {reason}"))
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:

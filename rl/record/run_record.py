@@ -11,10 +11,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from rl.files import (
     row_of,
     write_atomically,
 )
-from rl.printing import remember, scrubbed
+from rl.printing import excerpt, remember, scrubbed
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import retry_until_space
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # Moves records of iterations that a resumed run will repeat to `<run>/set_aside/<time>/`.
 
 SET_ASIDE = "set_aside"
-MAX_NUMBERS = 10
+MAX_SHOWN = 60
 ENTRY_NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
@@ -63,60 +64,41 @@ PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}(?:_(?:source\d*|target|bare|m\d+)\.p
 """Name of a picture in a folder of `images`, or of a sheet in one of `thumbnails`."""
 
 
-def rewind(run_dir: Path, iteration: int, has_episodes: bool) -> list[str]:
+def rewind(run_dir: Path, iteration: int) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
-    metrics.jsonl, to a new folder; returns messages for the user. `has_episodes`: whether the
-    config asks for the episodes of `iteration`."""
+    metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
-    lines = enumerate(lines_of(metrics), 1)
-    numbered = [(n, iteration_in(line), line) for n, line in lines if line.strip()]
-    later = [line for _, it, line in numbered if it is None or it > iteration]
-    kept = [line for _, it, line in numbered if it is not None and it <= iteration]
-    damaged = [str(number) for number, it, _ in numbered if it is None]
-    recorded = {name: _entries(run_dir / name) for name in ENTRY_NAMES}
-    repeated = [e for entries in recorded.values() for e, it in entries.items() if it > iteration]
+    lines = [line for line in lines_of(metrics) if line.strip()]
+    of_line = [iteration_in(line) for line in lines]
+    is_kept = [it is not None and it <= iteration for it in of_line]
+    damaged = [number for number, it in enumerate(of_line, 1) if it is None]
+    entries = [entry for name in ENTRY_NAMES for entry in _entries(run_dir / name).items()]
+    repeated = [entry for entry, it in entries if it > iteration]
+    messages: list[str] = []
     # A missing line of `iteration` itself is not reported, because it is written again.
-    messages = _missing(f"{metrics} has no line", range(iteration), map(iteration_in, kept))
-    if has_episodes and iteration > 0:
-        last, present = range(iteration, iteration + 1), recorded["episodes"].values()
-        messages += _missing(f"{run_dir / 'episodes'} has none", last, present)
-    if not later and not repeated:
+    if lost := sorted(set(range(iteration)).difference(of_line)):
+        messages.append(f"{metrics} has no line of iterations {excerpt(str(lost), MAX_SHOWN)}")
+    if all(is_kept) and not repeated:
         return messages
     (run_dir / SET_ASIDE).mkdir(exist_ok=True)
     began = time.strftime("%Y%m%d-%H%M%S-")
     folder = Path(tempfile.mkdtemp(prefix=began, dir=run_dir / SET_ASIDE))
-    if later:
-        write_atomically(folder / "metrics.jsonl", b"".join(later))
-        write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
+    kept = b"".join(line.rstrip(b"\n") + b"\n" for line in compress(lines, is_kept))
+    aside = b"".join(line for line, stays in zip(lines, is_kept, strict=True) if not stays)
+    if aside:
+        write_atomically(folder / "metrics.jsonl", aside)
+        write_atomically(metrics, kept)
     for entry in repeated:
         (folder / entry.parent.name).mkdir(exist_ok=True)
         shutil.move(entry, folder / entry.parent.name)  # `move`: it may be on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
+    what = f"records after iteration {iteration} are made again"
+    if iteration < 0:
+        what = "no iteration is in a checkpoint: the run begins again from the base weights"
     if damaged:
-        messages.insert(
-            0,
-            f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
-            f"set aside in {folder}",
-        )
-    if repeated or len(later) > len(damaged):
-        reason = f"what was recorded after iteration {iteration} is done again, and"
-        if iteration < 0:
-            reason = (
-                "no iteration is in a checkpoint, so the run begins again from the base weights; "
-                "what was recorded before is"
-            )
-        messages.insert(0, f"{reason} set aside in {folder}")
-    return messages
-
-
-def _missing(subject: str, expected: range, present: Iterable[int | None]) -> list[str]:
-    """A message about iterations whose records are lost for good; [] if there are none."""
-    lost = sorted(set(expected).difference(present))
-    if not lost:
-        return []
-    numbers = ", ".join(map(str, lost[:MAX_NUMBERS])) + ", ..." * (len(lost) > MAX_NUMBERS)
-    return [f"{subject} of iteration {numbers}, which nothing makes again"]
+        what += f", lines {damaged} of metrics.jsonl are damaged"
+    return [f"{what}; what was recorded is set aside in {folder}", *messages]
 
 
 def iteration_in(line: bytes) -> int | None:
@@ -138,6 +120,9 @@ MAX_WAITING = 10
 """Maximum number of queued jobs, which hold pictures and weights: enough for two iterations."""
 
 
+SLOW_S = 60.0
+
+
 class BackgroundWriter:
     """Each rank has its own; only the main thread may use it."""
 
@@ -147,19 +132,16 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(1, "writer")
         self._last: Future[None] | None = None
         self._errors: deque[BaseException] = deque()
-        self._has_waited = False
 
     def put(self, label: str, write: Callable[[], object]) -> Future[None]:
         """Queue `write` behind all earlier jobs; the data it reads must not change any more. Blocks
         while the queue is full. Raises an earlier job's error, once; `write` is queued even then.
         The returned future is done once `write` has run."""
-        if not self._slots.acquire(blocking=False):
-            if not self._has_waited:
-                self._has_waited = True
-                warn(
-                    f"{self._folder}: the disk is slower than training, which waits for it (logged "
-                    "once; a smaller tracking.images_per_iteration writes less)"
-                )
+        if not self._slots.acquire(timeout=SLOW_S):
+            warn(
+                f"{self._folder}: the disk is slower than training, which waits for it (a smaller "
+                "tracking.images_per_iteration writes less)"
+            )
             self._slots.acquire()
         earlier = self._errors.popleft() if self._errors else None
         self._last = self._thread.submit(self._write, label, write)
@@ -310,7 +292,7 @@ class RunRecord:
         set_aside/, because the run repeats them. Returns messages for the user."""
         if not self._dist.is_main:
             return []
-        return rewind(self.run_dir, iteration, self._records_episodes(iteration))
+        return rewind(self.run_dir, iteration)
 
     def has_line(self, iteration: int) -> bool:
         return any(row.get("iteration") == iteration for row in self.lines())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +14,9 @@ from typing import Any
 from rl.config import loading
 from rl.config.loading import nearest, not_a_file
 from rl.files import read_object
-from rl.model_files import KIND_KEYS
 from rl.printing import excerpt
 from rl.ranks.signals import remedy
-from rl.record.checkpoint import (
-    SAVE_LOCK,
-    find,
-    format_problem,
-    held_out_rewards,
-    iteration_of,
-    steps_of,
-)
+from rl.record.checkpoint import SAVE_LOCK, find, format_problem, held_out_rewards, iteration_of
 
 RUNS_VARIABLE = "APP__BASE_EXP_DIR"
 """Names the folder of runs; default: runs/."""
@@ -47,12 +39,10 @@ class Summary:
     best: float | None = None
     num_bytes: int = 0
     written_s: float = 0.0
-    """When a file in it was last written, s since 1970."""
+    """When its metrics were last written, s since 1970."""
     is_running: bool = False
     checkpoint: int | None = None
     """Iteration of the newest checkpoint whose files all have their full size."""
-    damaged: Sequence[int] = ()
-    """Iterations of the newer checkpoints, all damaged."""
 
 
 def summarise(path: Path) -> Summary:
@@ -75,17 +65,12 @@ def folders(parent: Path) -> list[Path]:
 def not_a_run(path: str | Path) -> str:
     """A message: `path` is no run folder; the run with the most similar name, or the known ones."""
     path = Path(path)
-    for parent in path.parents:
-        if (parent / "checkpoints").is_dir():
-            return f"{path} is inside a run: name {parent}, with --checkpoint for an earlier state"
     if _is_started(path):
         file = path / "metrics.jsonl"
         return f"{file} {not_a_file(file)}; a run writes this file when its first iteration is done"
-    names: list[str] = []
-    for place in (path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")):
-        with suppress(OSError):
-            names += [str(run) for run in folders(place) if _is_started(run)]
-    hint = nearest(str(path), names) if names else f"there are no runs in {place}/"
+    places = [path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")]
+    names = [str(run) for place in places if place.is_dir() for run in folders(place)]
+    hint = nearest(str(path), names) if names else f"there are no runs in {places[1]}/"
     state = "is no run folder" if path.exists() else "does not exist"
     return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
 
@@ -94,18 +79,18 @@ def _is_started(path: Path) -> bool:
     if any((path / name).is_file() for name in LOCKS):
         return True
     file = path / "config.json"
-    values = None
-    with suppress(OSError):
-        values = read_object(file)
-    # A model's folder has such a file, too.
-    return file.is_file() and not any(key in (values or ()) for key in KIND_KEYS)
+    with suppress(OSError):  # a model's folder has such a file, too
+        return file.is_file() and "run_name" in (read_object(file) or {})
+    return False
 
 
 def _summary(path: Path) -> Summary:
     if not _is_started(path):
         return Summary(path, "no run")
-    num_bytes, written_s = _size(path)
-    partial = Summary(path, num_bytes=num_bytes, written_s=written_s, is_running=is_in_use(path))
+    metrics = path / "metrics.jsonl"
+    written_s = (metrics if metrics.is_file() else path).stat().st_mtime
+    num_bytes, is_running = _num_bytes(path), is_in_use(path)
+    partial = Summary(path, num_bytes=num_bytes, written_s=written_s, is_running=is_running)
     if problem := format_problem(path):
         return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
     file = path / "config.json"
@@ -120,7 +105,6 @@ def _summary(path: Path) -> Summary:
     rewards_of = held_out_rewards(path)
     rewards = [reward for reward in rewards_of.values() if reward is not None]
     planned = config.get("num_iterations") or f"{config.get('num_epochs', '?')} epochs"
-    newer = [n for n in map(iteration_of, steps_of(path)) if checkpoint is None or n > checkpoint]
     return replace(
         partial,
         system=_system(config),
@@ -129,36 +113,25 @@ def _summary(path: Path) -> Summary:
         held_out=rewards[-1] if rewards else None,
         best=max(rewards, default=None),
         checkpoint=checkpoint,
-        damaged=newer,
     )
 
 
 def _system(config: Mapping[str, Any]) -> str:
-    for key in ("renderer", "policy"):
-        section = config.get(key)
-        name = section.get("type") if isinstance(section, dict) else None
-        if isinstance(name, str) and name != "none":
+    for section in (config.get("renderer"), config.get("policy")):
+        name = str(section.get("type")) if isinstance(section, dict) else "none"
+        if name != "none":
             return name.rpartition(".")[2]
     return "?"
 
 
-def _size(path: Path) -> tuple[int, float]:
-    """(bytes, when the last file was written); links are not followed."""
+def _num_bytes(path: Path) -> int:
+    """The bytes of its files; links are not followed."""
     num_bytes = 0
-    written_s = path.stat().st_mtime
-    newest_s = 0.0
-    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
-        try:
+    for file in path.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been deleted
             status = file.lstat()
-        except FileNotFoundError:  # it has just been deleted
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            continue
-        num_bytes += status.st_size
-        # Listing runs or writing a report is not an activity of the run.
-        if file.relative_to(path).parts[0] != "report" and str(file.relative_to(path)) not in LOCKS:
-            newest_s = max(newest_s, status.st_mtime)
-    return num_bytes, newest_s or written_s
+            num_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return num_bytes
 
 
 def is_in_use(run_dir: Path) -> bool:

@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plugin, problems = build._find_plugin(directory, directory, section)
+    plugin, problems = build.find_plugin(directory, directory, section)
     assert plugin is not None and not problems, problems
     declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
     return declared
@@ -116,7 +116,7 @@ def header(text: bytes) -> bytes:
         *(
             ("model.safetensors", content, message)
             for content, message in (
-                (b"", "is empty"),
+                (b"", "damaged (0 bytes"),
                 (b"\xff" * 64, "header"),
                 (header(b"[]"), "header"),
                 (header(b"{" * 9000), "header"),

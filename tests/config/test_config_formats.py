@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -110,7 +111,8 @@ def test_the_policy_of_the_last_release_is_found(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     trained = load_trained(run_dir)
     assert trained.policy()["model_path"] == weights
-    section = export.model_config(trained, export.policy_class(trained), None, None)
+    options = argparse.Namespace(policy=None, base=None, text_encoder_from=None)
+    section = export.policy_of(trained, options).config
     assert (Path(section.model_path) / "config.json").is_file()
     assert read_config(trained.model)["base_model_name_or_path"] == weights
 

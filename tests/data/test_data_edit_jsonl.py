@@ -90,24 +90,21 @@ BAD_ROWS = {
     "missing picture": ({**GOOD, "image": "gone.jpg"}, "gone.jpg ... exist ... relative paths"),
     "no instruction": ({"image": "china.jpg"}, "no 'instruction' ... image"),
     "empty instruction": ({**GOOD, "instruction": " \t"}, "'instruction' ... empty"),
-    "invisible instruction": ({**GOOD, "instruction": "\u200b\u2060\ufeff\u3164\ufe0f"}, "empty"),
     "instruction no text": ({**GOOD, "instruction": 7}, "'instruction' ... 7 ... text"),
     "missing target": ({**GOOD, "target_image": "gone.jpg"}, "target picture ('target_image')"),
     "duplicate id": ({**FLOWER, "id": "a"}, "id 'a' ... row 1"),
-    "id that looks the same": ({**FLOWER, "id": "cafe\u0301"}, "id ... row 1"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_a_bad_row_is_named_with_file_row_and_fix_or_skipped(folder, case):
     row, message = BAD_ROWS[case]
-    first = "caf\u00e9" if "looks" in case else "a"
-    problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": first}, row, FLOWER])
+    problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": "a"}, row, FLOWER])
     prefix = f"{folder / 'edits.jsonl'}, row 2: "
     assert len(problems) == 1
     assert problems[0].startswith(prefix) and holds(problems[0], message)
     assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
-    assert (ids, num_skipped) == ([first, "edits.jsonl:3"], 1)
+    assert (ids, num_skipped) == (["a", "edits.jsonl:3"], 1)
 
 
 @pytest.mark.parametrize(

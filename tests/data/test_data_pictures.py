@@ -13,7 +13,6 @@ from PIL import EpsImagePlugin, Image, ImageCms
 from tiny_edits import PHOTO_SIZE, save_photos
 
 from rl import files
-from rl.data import rows
 from rl.data.rows import UnusableError, check_header, decode, load_image, locate
 
 
@@ -65,30 +64,11 @@ def test_transparency_is_kept_on_request(mode):
     assert decode(encoded(image.convert("RGB")), 8192, True).mode == "RGB"
 
 
-def test_sixteen_bit_greys_keep_their_brightness():
-    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
-    image = decode(encoded(Image.fromarray(ramp)), 8192)
-    np.testing.assert_array_equal(np.asarray(image)[..., 0].ravel(), np.arange(256))
-    with pytest.raises(UnusableError, match="floating-point"):
-        decode(encoded(Image.fromarray(np.ones((16, 16), np.float32)), "TIFF"), 8192)
-
-
-def test_greys_of_unknown_range_are_refused():
-    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
-    for num_bits in (8, 12, 14, 15):  # the last as signed 16-bit TIFFs have them
-        with pytest.raises(UnusableError, match="which of them is white is unknown"):
-            decode(encoded(Image.fromarray(ramp >> (16 - num_bits))), 8192)
-    black = decode(encoded(Image.fromarray(np.zeros((16, 16), np.uint16))), 8192)
-    assert black.getextrema() == ((0, 0),) * 3, "black in any range"
-
-
-def test_the_transparent_grey_of_a_16_bit_picture_is_laid_on_white():
-    ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
-    picture = Image.fromarray(ramp)
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", transparency=int(ramp[3, 4]))
-    pixels = np.asarray(decode(buffer.getvalue(), 8192))[..., 0]
-    assert pixels[3, 4] == 255 and pixels[3, 5] == ramp[3, 5] // 257
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_greys_of_more_than_8_bits_are_refused(dtype):
+    ramp = np.linspace(0, 65535, 256, dtype=dtype).reshape(16, 16)
+    with pytest.raises(UnusableError, match="white is unknown; save it as 8-bit PNG"):
+        check_header(encoded(Image.fromarray(ramp), "TIFF"), 8192)
 
 
 ADOBE_RGB = {
@@ -150,14 +130,12 @@ def test_transparency_survives_a_colour_profile():
     assert decode(data, 8192, keeps_transparency=True).getpixel((0, 0))[3] == 0
 
 
-def test_an_srgb_profile_changes_nothing_and_a_broken_one_warns_once(capsys, monkeypatch):
-    monkeypatch.setattr(rows, "_unreadable_profiles", [])
+def test_an_srgb_profile_and_a_broken_one_change_nothing():
     picture = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    for profile, num_warnings in ((srgb, 0), (b"no profile", 1), (srgb[:200], 0)):
+    for profile in (srgb, b"no profile", srgb[:200]):
         decoded = decode(encoded(picture, "PNG", icc_profile=profile), 8192)
         assert decoded.tobytes() == picture.tobytes()
-        assert capsys.readouterr().err.count("colour profile") == num_warnings
 
 
 def test_exif_rotation_is_applied():
@@ -168,18 +146,16 @@ def test_exif_rotation_is_applied():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_an_animation_gives_its_first_frame(kind, capsys, monkeypatch):
-    monkeypatch.setattr("rl.data.rows._animated", [])
+def test_an_animation_gives_its_first_frame(kind):
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]
-    assert capsys.readouterr().err.count("only the first picture") == 1
 
 
 def test_absurd_sizes_are_refused_without_decoding():
-    with pytest.raises(UnusableError, match=r"300x16 px.*data.max_image_side_px=256"):
+    with pytest.raises(UnusableError, match=r"300x16 px.* 256 px .data.max_image_side_px"):
         check_header(encoded(Image.new("L", (300, 16))), 256)
-    with pytest.raises(UnusableError, match=r"7x9 px.* at least 8"):
+    with pytest.raises(UnusableError, match=r"7x9 px; sides have 8 to"):
         check_header(encoded(Image.new("L", (7, 9))), 256)
     with pytest.raises(UnusableError, match=r"4000x16 px.* 200 times"):
         check_header(encoded(Image.new("L", (4000, 16))), 8192)

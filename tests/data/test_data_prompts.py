@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
+from rl.check.check_report import unread
 from rl.data.rows import BadRowError
 from rl.data.sources import Prompts
 
@@ -87,14 +88,21 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"path": "a.txt", "split": "train"}, "only the built-in set is split"),
-        ({"path": "a.txt", "prompt_key": "text"}, "prompt_key: only a .jsonl file"),
-        ({"picture_key": "photo"}, "picture_key: only a .jsonl file"),
-        ({"path": "a.csv"}, "neither .txt nor .jsonl"),
-        ({"split": "test"}, "held_out"),
-    ],
+    [({"path": "a.csv"}, "neither .txt nor .jsonl"), ({"split": "test"}, "held_out")],
 )
-def test_keys_without_an_effect_are_refused(settings: dict[str, object], message: str) -> None:
+def test_wrong_values_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("split", {"path": "a.txt", "split": "all"}),
+        ("prompt_key", {"path": "a.txt", "prompt_key": "text"}),
+        ("picture_key", {"picture_key": "photo"}),
+    ],
+)
+def test_keys_without_an_effect_are_named(key: str, settings: dict[str, object]) -> None:
+    [problem] = unread(config(**settings), {})
+    assert problem.startswith(f"{key}: path is ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import os
@@ -271,7 +272,8 @@ def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
     assert rewards[3] > rewards[0] + 0.2, rewards
     assert (tmp_path / "words/scene.json").is_file()
     trained = load_trained(run.folder)
-    for uses_its_code in (config_for_use, export.policy_class):
+    options = argparse.Namespace(policy=None)
+    for uses_its_code in (config_for_use, lambda trained: export.policy_of(trained, options)):
         with pytest.raises(ValueError, match=f"code would run here; .* --policy {PLUGIN}"):
             uses_its_code(trained)
     from transformers import SmolVLMForConditionalGeneration

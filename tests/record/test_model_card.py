@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,25 +15,8 @@ from tiny_messages import holds
 from tiny_run import run_config
 
 from rl import build
-from rl.record.publish import Evidence, Shown, licence_of, model_card
+from rl.record.publish import licence_of, model_card
 
-
-def change(name: str, num: int, before: float, interval: tuple[float, float] | None) -> Any:
-    return SimpleNamespace(
-        name=name, rewards=[(before, 0.9)] * num, before=before, after=0.9, interval=interval
-    )
-
-
-SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
-EVIDENCE = Evidence(
-    iterations=(0, 50),
-    learnt=[change("held-out reward", 64, 0.3, (0.5, 0.7))],
-    arms=[change("stock", 1, 0.1, None)],
-    num_left_out=3,
-    ungraded_share=0.015,
-    drift_alarms=(20, 30),
-    samples=[SAMPLE],
-)
 HOSTILE = (
     "</td><script>alert(1)</script> | `code` ```\n---\nlicense: mit\n---\n# head ![p](http://evil) "
     "[l](javascript:x) http://evil.example www.evil.example @everyone $x$ \\(y\\) **b** _i_ ~~s~~ "
@@ -43,9 +24,12 @@ HOSTILE = (
 )
 
 
-def card(form: Any = None, evidence: Evidence | None = None, **changes: Any) -> str:
+METRICS = {"eval/reward": 0.81234, "time/learn_s": 3.0, "status/ungraded": 0.015}
+
+
+def card(form: Any = None, metrics: Any = METRICS, **changes: Any) -> str:
     config = run_config(**changes).model_dump(mode="json")
-    return model_card(config, 50, {"eval/reward": 0.81234, "time/learn_s": 3.0}, form, evidence)
+    return model_card(config, 50, metrics, form, {0: 0.3, 25: None, 50: 0.9})
 
 
 def test_the_card_of_a_checkpoint_has_its_base_model_and_scores():
@@ -70,10 +54,10 @@ def test_a_local_folder_is_no_base_model_and_its_path_is_not_published(path):
     assert f'"model_path": "(a path)/{Path(path).name}"' in text
 
 
-def test_the_card_of_a_run_has_intervals_arms_and_limits():
+def test_the_card_of_a_run_has_held_out_scores_and_limits():
     text = card(
         "text-encoder",
-        EVIDENCE,
+        METRICS | {"drift/alarm": 1.0, "eval/gain_over_stock": 0.25},
         renderer={"type": "qwen_image_edit_plus", "model_path": "Qwen/Qwen-Image-Edit-2509"},
         judge={"api_base": "http://judge.intern.example:8000", "model": "some-judge"},
         data={"train": [{"type": "hf_dataset", "path": "me/edits"}]},
@@ -82,15 +66,14 @@ def test_the_card_of_a_run_has_intervals_arms_and_limits():
     assert (data.library_name, data.pipeline_tag) == ("diffusers", "image-to-image")
     assert (data.datasets, data["base_model_relation"]) == (["me/edits"], "finetune")
     for parts in (
-        "| held-out reward | 64 | 0.300 | 0.900 | +0.600 | +0.500 to +0.700 |",
-        "| stock | 1 | 0.100 | 0.900 | +0.800 |  |",
-        "| make it red | turn it (0.20) | turn it red (not graded) |",
-        "- 1.5% ... - 3 held-out samples",
-        "- DRIFT: after 20, 30 iterations",
+        "| eval/gain_over_stock | 0.25 |\n| eval/reward | 0.8123 |",
+        "| 0 | 0.3000 |\n| 50 | 0.9000 |",
+        "- 1.5% of the last",
+        "- DRIFT: fixed prompts",
         "judge some-judge",
         'QwenImageEditPlusPipeline.from_pretrained("Qwen/Qwen-Image-Edit-2509", text_encoder',
         "stock pipeline",
-        "| data | me/edits | unknown |",
+        "| me/edits | other unknown |",
     ):
         assert holds(text, parts), parts
     assert "intern.example" not in text
@@ -109,39 +92,27 @@ def test_a_card_names_what_was_trained_and_its_classes():
     assert holds(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
 
 
-def test_a_card_numbers_several_sources_and_explains_the_picture_of_the_users_words():
-    def card_with(*sides: str) -> str:
-        files = tuple(f"pictures/01_{side}.png" for side in (*sides, "before", "after"))
-        return card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
-
-    sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
-    text = card_with("source", "source2")
-    assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
-    own_words = "![own_words](pictures/01_own_words.png)<br>make"
-    assert holds(card_with("own_words"), f"first picture ... {own_words}")
-
-
 def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    assert licence_of(str(tmp_path)) is None
+    unknown = ("other", "unknown")
+    assert licence_of(str(tmp_path)) == unknown
     for front, licence in (
         ("license: apache-2.0", ("apache-2.0", None)),
         ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
-        ("license: other", ("other", "unnamed")),
-        ("license: [a, b]", None),
-        ("license: 'x\n\n  y'", None),
-        ("license: {", None),
-        ("- a list", None),
-        ("tags: [a]", None),
+        ("license: other", unknown),
+        ("license: [a, b]", unknown),
+        ("license: {", unknown),
+        ("- a list", unknown),
+        ("tags: [a]", unknown),
     ):
         readme.write_text(f"---\n{front}\n---\n# a model\n")
         assert licence_of(str(tmp_path)) == licence, front
     readme.write_bytes(b"---\nlicense: \xff\n---\n")
-    assert licence_of(str(tmp_path)) is None
+    assert licence_of(str(tmp_path)) == unknown
     readme.write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n")
     text = card(policy={"type": "qwen2_5_vl", "model_path": str(tmp_path)})
     assert ModelCard(text).data.license_name == "qwen-research"
-    assert "| base | local files | other qwen-research |" in text
+    assert "| local files | other qwen-research |" in text
 
 
 def everything_hostile() -> tuple[str, str]:
@@ -154,18 +125,8 @@ def everything_hostile() -> tuple[str, str]:
     config["algorithm"]["loss"] = HOSTILE
     config["data"]["train"] = [{"type": HOSTILE, "path": HOSTILE}]
     config["renderer"] = {"type": "qwen_image_edit", "model_path": HOSTILE}
-    files = tuple(f"pictures/01_{side}.png" for side in ("source", "before", "after"))
-    evidence = Evidence(
-        iterations=(0, 50),
-        learnt=[change(HOSTILE, 64, 0.3, None)],
-        arms=[change(HOSTILE, 64, 0.3, None)],
-        num_left_out=0,
-        ungraded_share=None,
-        drift_alarms=None,
-        samples=[Shown(HOSTILE, (HOSTILE, HOSTILE), (0.1, 0.2), files)],
-    )
     metrics = {f"eval/reward/{HOSTILE}": 0.5}
-    whole = model_card(config, 50, metrics, "text-encoder", evidence)
+    whole = model_card(config, 50, metrics, "text-encoder", {50: 0.5})
     return whole, model_card(config, 50, metrics)
 
 
@@ -185,20 +146,18 @@ def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
         parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
         tokens = walk(parser.parse(ModelCard(text).text))
         html = {token.content for token in tokens if token.type.startswith("html")}
-        assert html <= {"<br>"}
+        assert not html
         kinds = {token.type for token in tokens}
-        assert not kinds & {"link_open", "em_open", "strong_open", "s_open"}, kinds
+        assert not kinds & {"image", "link_open", "em_open", "strong_open", "s_open"}, kinds
         code = {token.content for token in tokens if token.type == "code_inline"}
         assert code <= {"policy.adapter_path: '<this folder>'", "rl edit"}
-        pictures = {token.attrs["src"] for token in tokens if token.type == "image"}
-        assert all(str(source).startswith("pictures/01_") for source in pictures)
         titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
         assert titles[0].startswith("&#60;/td&#62;&#60;script") and len(titles) < 9
         assert [t.info for t in tokens if t.type == "fence"] in (["python", "json"], ["json"])
         visible = "".join(token.content for token in tokens if token.type == "text")
         assert "</td><script>alert(1)</script> | `code` ``` --- license: mit --- # head" in visible
         rows = {line.count("|") for line in text.split("\n") if line.startswith("| ")}
-        assert rows <= {3, 4, 7}, rows
+        assert rows == {3}, rows
         for autolink in ("http://", "https://", "www.", "@"):
             assert autolink not in "".join(text.split("```")[0::2]).partition("\n---\n")[2]
 
@@ -226,9 +185,8 @@ def test_the_prompt_on_a_card_is_the_runs_and_closes_no_block() -> None:
 
 def test_no_card_contains_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
-    sample = replace(SAMPLE, instruction="hunter2-hunter2", words=("hunter2-hunter2", ""))
     rewards = {"judge": {"type": "viescore", "header": "hunter2-hunter2"}}
-    text = card("model", replace(EVIDENCE, samples=[sample]), rewards=rewards)
+    text = card("model", {"eval/reward/hunter2-hunter2": 0.5}, rewards=rewards)
     assert "hunter2" not in text and "&#60;JUDGE_TOKEN&#62;" in text
 
 

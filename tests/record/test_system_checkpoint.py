@@ -154,7 +154,7 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
         _delete_manifest(path)
-    with pytest.raises(ValueError, match="none of its 3 checkpoints"):
+    with pytest.raises(ValueError, match="none of the 3 checkpoints"):
         model_folder(tmp_path)
 
 
@@ -181,18 +181,13 @@ def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path)
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 
-def test_a_missing_newest_checkpoint_is_named(tmp_path, capfd):
+def test_without_the_newest_checkpoint_the_one_before_it_is_found(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     first, second = save(checkpoints, 10), save(checkpoints, 20)
-    shutil.rmtree(first)
-    assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
-    save(checkpoints, 30)
-    shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
-    assert checkpoints.latest() == second
-    assert holds(capfd.readouterr().err, "step_000030 ... gone")
-    for content in ("", "no name", "step_000020"):
+    shutil.rmtree(second)
+    for content in ("step_000020", "", "no name", "step_000010"):
         (tmp_path / "last_checkpoint.txt").write_text(content)
-        assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
+        assert checkpoints.latest() == first
 
 
 def test_other_files_in_the_checkpoint_folder_are_never_deleted(tmp_path):
@@ -219,7 +214,7 @@ def test_pruning_keeps_the_newest_two_complete_checkpoints_and_every_nth(tmp_pat
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70, 90)]
 
 
-def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, capfd):
+def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path):
     """Users merge an adapter in its folder, and keep notes there."""
     checkpoints = checkpoints_in(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -245,10 +240,8 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
         change(save(checkpoints, iteration))
     for iteration in (8, 9, 10, 11):
         save(checkpoints, iteration)
-    messages = capfd.readouterr().err
     kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
     assert names_in(tmp_path) == kept
-    assert all(messages.count(f"{name} is not pruned: ") == 1 for name in kept[:-2])
     # The user's file also survives a repeated iteration.
     mine = folder / "step_000001/model/notes.txt"
     _delete_manifest(mine.parents[1])

@@ -231,8 +231,8 @@ def test_a_damaged_line_of_the_metrics_loses_no_other_line(tmp_path, damage):
         messages = record.rewind(3)
         assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
         (aside,) = (folder / "set_aside").iterdir()
-        _, line = messages
-        assert holds(line, f"metrics.jsonl (number {index + 1}) ... {aside}")
+        [line] = messages
+        assert holds(line, f"lines [{index + 1}] of metrics.jsonl are damaged ... {aside}")
         assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
         assert record.rewind(3) == [], "a second rewind does nothing"
 
@@ -243,17 +243,10 @@ def test_missing_records_are_reported(tmp_path):
     assert record.rewind(19) == []
     lines = path.read_bytes().split(b"\n")[:-1]
     path.write_bytes(b"\n".join([lines[0], *lines[2:5], *lines[6:19]]))
-    reason = "which nothing makes again"
-    assert record.rewind(19) == [f"{path} has no line of iteration 1, 5, {reason}"]
+    assert record.rewind(19) == [f"{path} has no line of iterations [1, 5]"]
     path.unlink()
-    numbers = ", ".join(map(str, range(10)))
-    of_lines = f"{path} has no line of iteration {numbers}, ..., {reason}"
-    assert record.rewind(19) == [of_lines]
-    (tmp_path / "episodes/it_000019.rank0.jsonl").unlink()
-    of_episodes = f"{tmp_path / 'episodes'} has none of iteration 19, {reason}"
-    for every, messages in ((1, [of_lines, of_episodes]), (2, [of_lines]), (0, [of_lines])):
-        record = record_in(tmp_path, tracking={"log_episodes_every_n_iterations": every})
-        assert record.rewind(19) == messages
+    [message] = record.rewind(19)
+    assert message.startswith(f"{path} has no line of iterations [0, 1, 2") and len(message) < 400
 
 
 def test_a_line_written_after_an_incomplete_line_is_complete(tmp_path):

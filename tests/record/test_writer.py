@@ -14,7 +14,7 @@ import pytest
 
 from rl.files import append_line, write_atomically
 from rl.ranks import heartbeat
-from rl.record import checkpoint
+from rl.record import checkpoint, run_record
 from rl.record.run_record import BackgroundWriter
 
 
@@ -40,7 +40,8 @@ def test_all_jobs_are_done_in_order_in_one_other_thread(tmp_path: Path) -> None:
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_too_many_jobs_block_the_caller_with_one_warning(tmp_path, capsys) -> None:
+def test_too_many_jobs_block_the_caller_with_a_warning(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(run_record, "SLOW_S", 0.01)
     go_on = threading.Event()
     accepted: list[int] = []
     writer = BackgroundWriter(tmp_path, max_waiting=2)
@@ -61,7 +62,7 @@ def test_too_many_jobs_block_the_caller_with_one_warning(tmp_path, capsys) -> No
     thread.join(10)
     writer.__exit__(None, None, None)
     assert accepted == list(range(6))
-    assert capsys.readouterr().err.count("slower than training") == 1
+    assert "slower than training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", [BackgroundWriter.flush, lambda w: w.put("more", lambda: None)])
@@ -122,7 +123,7 @@ def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
 
     assert checkpoint.retry_until_space(write, tmp_path, "the file") == "written"
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and "the file waits" in lines[0]
+    assert len(lines) == 1 and "the file waits" in lines[0]
     assert waits, "so that `hang_limit_s` does not end the run"
 
 

@@ -336,7 +336,7 @@ def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
     run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
     options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
-    export.main([str(run), str(target), *options])
+    assert export.main([str(run), str(target), *options]) == 1
     output = capsys.readouterr()
     assert f"wrote {target}" in output.out and "hunter2" not in output.err
     assert holds(output.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
@@ -432,13 +432,5 @@ def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
     weights.unlink()
     weights.symlink_to(secret)
     message = refusal(export.main, [str(step), str(tmp_path / "out"), "--as", "adapter"])
-    assert holds(message, "adapter_model.safetensors is a link to ... secret")
+    assert "adapter_model.safetensors is a link" in message
     assert not (tmp_path / "out").exists()
-    # Links inside a Hub cache are followed.
-    blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
-    for folder in (blob.parent, snapshot):
-        folder.mkdir(parents=True)
-    blob.write_text("{}")
-    (snapshot / "config.json").symlink_to(blob)
-    assert export._inside(snapshot / "config.json") == snapshot / "config.json"

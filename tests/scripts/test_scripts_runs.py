@@ -23,7 +23,7 @@ from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.run_record import RunRecord
-from rl.record.run_summary import LOCKS, summarise
+from rl.record.run_summary import summarise
 from rl.seeds import rng_state
 from rl.tools.commands import export, report
 from rl.tools.commands.runs import main
@@ -136,7 +136,8 @@ def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, 
         "begun: ... no config.json",
     ):
         assert holds(" ".join(out.split()), parts)
-    assert "checkpoint 2 is damaged" in " ".join(out.split()) and "a file" not in out
+    assert "a file" not in out
+    assert [line.split()[-3] for line in out.split("\n") if line.startswith("steps ")] == ["1"]
     assert "\nlines                    4/3            0.500" in out
 
 
@@ -173,15 +174,6 @@ def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
     assert "1 run in " in done.stdout
 
 
-def test_reports_and_locks_do_not_change_the_time_of_the_last_write(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", age_h=50)
-    before_s = summarise(run_dir).written_s
-    (run_dir / "report/data").mkdir(parents=True)
-    for name in ("report/data/it_000001.js", *LOCKS):
-        (run_dir / name).touch()
-    assert summarise(run_dir).written_s == before_s
-
-
 def become_odd(path: Path, kind: str) -> None:
     """Put a pipe, a device or a sparse file of 40 GB in the place of a file."""
     path.unlink()
@@ -216,7 +208,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, kind, ca
         command([str(run_dir), *rest])
         outputs.append("".join(capsys.readouterr()))
     reason = "is longer than" if kind == "sparse" else "is a device or a pipe, not a file"
-    expected = (
-        "checkpoint 2 is damaged" if name.endswith("manifest.json") else f"{name} ... {reason}"
-    )
-    assert any(holds(output, expected) for output in outputs), outputs
+    if name.endswith("manifest.json"):
+        assert re.search(r" 0\.750 +1 20", outputs[2]), "the newest intact one is the first"
+    else:
+        assert any(holds(output, f"{name} ... {reason}") for output in outputs), outputs

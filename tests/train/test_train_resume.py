@@ -96,7 +96,7 @@ def test_a_run_killed_by_kill_9_resumes_exactly(
     if where.startswith(
         "rl.record.checkpoint"
     ):  # the second iteration was recorded, and is repeated
-        assert "what was recorded after iteration 1 is done again, and set aside" in resumed
+        assert "records after iteration 1 are made again; what was recorded is set aside" in resumed
     assert_same_run(uninterrupted, tmp_path / "tiny")
     rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
     reused = [row.get("judge/reused_replies") for row in rows]

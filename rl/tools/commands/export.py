@@ -11,9 +11,8 @@
                     pipeline, if the run's renderer read hidden states
 
 From a run folder, the newest whole checkpoint is exported, or the one that
---checkpoint names. The target also gets a model card, README.md, with pictures of
-the first held-out samples (--no-pictures omits them). After full fine-tuning there
-is no adapter, and the model is copied.
+--checkpoint names. The target also gets a model card, README.md. After full
+fine-tuning there is no adapter, and the model is copied.
 
 The adapter is added in float32, and the sum is rounded once. The run's config names
 the base weights; --base and --text-encoder-from name them if they have moved. The
@@ -27,112 +26,18 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from time import monotonic
 from typing import Any, get_args
 
-from PIL.Image import Image
-
 from rl import build, model_files, printing
-from rl.api import find
-from rl.config.loading import validate
-from rl.config.schema import RunConfig
-from rl.console import duration, warn
-from rl.files import downscale, png_bytes
-from rl.model_files import model_problems
+from rl.console import warn
 from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
 from rl.record import publish
-from rl.record.checkpoint import MODEL_CARD
-from rl.record.publish import OWN_WORDS, PIPELINES, Evidence, Form, Shown, at, model_card
-from rl.tools.notebook import Row, as_row
-from rl.tools.report import reading
-from rl.tools.report.page import Change, changes_of, learnt
-from rl.tools.report.reading import Evaluation, points
+from rl.record.checkpoint import MODEL_CARD, held_out_rewards
+from rl.record.publish import PIPELINES, Form, at, model_card
 from rl.tools.trained import Trained, load_trained, require_trusted
-
-# ---- export evidence -----------------------------------------------------------------------------
-# Gathers evidence about an exported model from its run's records, for the model card.
-
-PICTURES_FOLDER = "pictures"
-NUM_SAMPLES_SHOWN = 6
-PICTURE_SIDE_PX = 512
-ARMS = {
-    "stock_reward": "the untrained system, given the user's own words (stock)",
-    "bare_reward": "this model, given the user's own words as they are (bare)",
-}
-
-
-def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evidence | None:
-    """Evidence about the model after `done` iterations, from the last evaluation up to then;
-    writes pictures into `target`. None if there were fewer than two evaluations by then."""
-    metrics = [
-        row
-        for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
-        if row["iteration"] <= done
-    ]
-    evaluations = reading.read_evaluations(run_dir, done)
-    gain = learnt(evaluations)
-    if gain is None:
-        return None
-    before, after = evaluations
-    if with_pictures:
-        (target / PICTURES_FOLDER).mkdir()
-    ungraded = [share for _, share in points(metrics, "status/ungraded")]
-    drift = points(metrics, "drift/alarm")
-    pairs = [
-        tuple(as_row(run.records[identity], run.iteration, run.folder) for run in evaluations)
-        for identity in before.records
-        if identity in after.records
-    ]
-    return Evidence(
-        iterations=(before.iteration, after.iteration),
-        learnt=gain.changes,
-        arms=_arms(after),
-        num_left_out=gain.num_left_out,
-        ungraded_share=fmean(ungraded) if ungraded else None,
-        drift_alarms=[int(iteration) for iteration, alarm in drift if alarm] if drift else None,
-        samples=[
-            _sample(number, old, new, target if with_pictures else None)
-            for number, (old, new) in enumerate(pairs[:NUM_SAMPLES_SHOWN], start=1)
-        ],
-    )
-
-
-def _arms(after: Evaluation) -> list[Change]:
-    """Compares the model with each arm that is drawn without the model's words."""
-    changes: list[Change] = []
-    for key, name in ARMS.items():
-        rows = after.records.items()
-        others = {identity: {**record, "reward": record.get(key)} for identity, record in rows}
-        for change in changes_of(others, after.records)[:1]:  # of all samples
-            changes.append(replace(change, name=name))
-    return changes
-
-
-def _sample(number: int, before: Row, after: Row, target: Path | None) -> Shown:
-    """One held-out sample before and after training. `target` None: without pictures."""
-    sources = enumerate(before.sources(), 1)
-    pictures: dict[str, Image | None] = {f"source{n if n > 1 else ''}": p for n, p in sources}
-    pictures = pictures or {OWN_WORDS: before.bare_image()}
-    pictures |= {"before": before.image(), "after": after.image()}
-    files: list[str] = []
-    for side, picture in pictures.items():
-        if target is not None and picture is not None and None not in pictures.values():
-            files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
-            (target / files[-1]).write_bytes(png_bytes(downscale(picture, PICTURE_SIDE_PX)))
-    return Shown(
-        instruction=str(before.instruction),
-        words=(str(before.words), str(after.words)),
-        rewards=(reading.number(before.reward), reading.number(after.reward)),
-        files=tuple(files),
-    )
-
-
-# ---- export --------------------------------------------------------------------------------------
 
 ADAPTER_FILES = (model_files.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
@@ -157,28 +62,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--policy", help="the run's policy plugin, whose code you trust")
     add("--dtype", choices=DTYPES, help="dtype of the result; default: the run's")
     add("--push-to", help="repository of the hub, me/my-model; a new one is private; optional")
-    add("--no-pictures", action="store_true", help="no held-out samples with the card")
     args = parser.parse_args(arguments)
     export(args)
     print(f"wrote {args.target}")
     if not args.push_to:
         return 0
     try:
-        with stage(f"uploading to {args.push_to}"):
-            publish.upload(args.target, args.push_to, "exported")
+        say(f"uploading to {args.push_to}")
+        publish.upload(args.target, args.push_to, "exported")
     except Exception as error:  # the network and its library may fail in any way
         problem = (
             f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
             f"by hand: hf upload {args.push_to} {args.target}"
         )
         warn(scrub(problem))
+        return 1
     return 0
 
 
 def export(args: argparse.Namespace) -> None:
     """Raises ValueError for what the user can fix."""
-    if not args.source.exists() and (args.target / "checkpoints").is_dir():
-        raise ValueError(f"the run comes first: rl export {args.target} {args.source}")
     trained = load_trained(args.source, args.checkpoint)
     if args.target.exists():
         raise ValueError(f"{args.target} exists; name a folder that does not")
@@ -190,25 +93,25 @@ def export(args: argparse.Namespace) -> None:
     if args.form == "adapter" and args.dtype:
         raise ValueError("--dtype is of a model; --as adapter copies what the run wrote")
     if args.form == "text-encoder":
-        refuse_without_text_encoder(trained, args.policy)
+        refuse_without_text_encoder(trained)
     is_copied = args.form == "adapter" or not trained.is_adapter
     with written_aside(args.target) as folder:
         if is_copied and args.form != "text-encoder" and not args.dtype:
             for name in ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES:
                 for file in trained.model.glob(name):
-                    shutil.copy2(_inside(file), folder)
+                    if file.is_symlink():
+                        raise ValueError(f"{file} is a link; put the file itself there")
+                    shutil.copy2(file, folder)
         else:
-            policy = policy_class(trained, args.policy)
-            config = model_config(trained, policy, args.base, args.text_encoder_from)
-            dtype = args.dtype or config.dtype
-            merge(trained, policy, config, dtype, args.form != "text-encoder", folder)
-        evidence = None
-        if trained.run_dir is not None:
-            with stage("writing the card"):
-                evidence = gather(trained.run_dir, trained.iterations, folder, not args.no_pictures)
-        template = build.prompt_template(trained.config)
+            merge(trained, args, folder)
+        held_out = {} if trained.run_dir is None else held_out_rewards(trained.run_dir)
         card = model_card(
-            trained.config, trained.iterations, trained.metrics, args.form, evidence, template
+            trained.config,
+            trained.iterations,
+            trained.metrics,
+            args.form,
+            {n: reward for n, reward in held_out.items() if n <= trained.iterations},
+            build.prompt_template(trained.config),
         )
         (folder / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
@@ -228,16 +131,11 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def stage(label: str) -> Iterator[None]:
-    """Print a line when the block begins, and how long it took."""
-    print(f"{label} ...", flush=True)
-    began_s = monotonic()
-    yield
-    print(f"  {duration(monotonic() - began_s)}", flush=True)
+def say(stage: str) -> None:
+    print(f"{stage} ...", flush=True)
 
 
-def refuse_without_text_encoder(trained: Trained, trusted: str | None) -> None:
+def refuse_without_text_encoder(trained: Trained) -> None:
     """Raises ValueError if the trained model is not the text encoder of an editor."""
     if at(trained.config, "policy.conditioning") == "base":
         raise ValueError(
@@ -245,91 +143,59 @@ def refuse_without_text_encoder(trained: Trained, trusted: str | None) -> None:
             "encoder is the base's own; export what was trained --as model"
         )
     renderer = at(trained.config, "renderer.type")
-    is_read = renderer in PIPELINES or renderer not in build.SHIPPED["renderers"]
-    if not is_read or "hidden_states" not in policy_class(trained, trusted).emits:
+    if renderer not in PIPELINES and renderer in build.SHIPPED["renderers"]:
         raise ValueError(
-            f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is not the text "
-            "encoder of an editor; export it --as model"
+            f"a policy with renderer {renderer!r} is not the text encoder of an editor; export it "
+            "--as model"
         )
 
 
-def model_config(
-    trained: Trained,
-    policy: type[TrainedPolicy[Any]],
-    base: str | None,
-    text_encoder_from: str | None,
-) -> Any:
-    """The policy section that loads the base of the adapter, or the whole trained model. Raises
-    ValueError if it is not there, and names the option to give."""
+def policy_of(trained: Trained, args: argparse.Namespace) -> build.Plugin[TrainedPolicy[Any]]:
+    """The policy whose section loads the base of the adapter, or the whole trained model. Raises
+    ValueError if it is not there, for a plugin that is neither shipped nor named by `--policy`,
+    because its code would run, and for one that cannot load its model by itself."""
     section = dict(trained.config["policy"] if trained.is_adapter else trained.policy())
-    if trained.is_adapter and base is not None:
-        section |= {"model_path": base, "revision": None}
+    name = section["type"]
+    require_trusted(name, name == args.policy, "policy.type", f"rl export --policy {name}")
+    if trained.is_adapter and args.base is not None:
+        section |= {"model_path": args.base, "revision": None}
         section.pop("init_text_encoder_from", None)
-    if trained.is_adapter and text_encoder_from is not None:
-        section["init_text_encoder_from"] = text_encoder_from
+    if trained.is_adapter and args.text_encoder_from is not None:
+        section["init_text_encoder_from"] = args.text_encoder_from
     # Nothing is computed, so the run's attention kernel need not work here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
-    config, problems = validate(policy.Config, section, at="policy")
-    problems = problems or [
-        *model_problems(policy.models(config)),
-        *policy.problems(config, RunConfig.model_construct()),
-    ]
-    if problems:
-        remedy = "say where the base is with --base (and --text-encoder-from)"
+    policy, problems = build.find_plugin("policies", "policy", section)
+    if policy is not None and not issubclass(policy.cls, TrainedPolicy):
+        problems = [f"policy.type: {name} derives from no TrainedPolicy"]
+    if policy is None or problems:
+        remedy = (
+            "say where the base is with --base (and --text-encoder-from), or export the adapter "
+            "alone: --as adapter"
+        )
         raise ValueError("\n".join([*problems, remedy]))
-    return config
+    return policy
 
 
-def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPolicy[Any]]:
-    """The run's policy. Raises ValueError for a plugin that is neither shipped nor `trusted`,
-    because its code would run, and for one that cannot load its model by itself."""
-    name = at(trained.config, "policy.type")
-    require_trusted(name, name == trusted, "policy.type", f"rl export --policy {name}")
-    shipped = name in build.SHIPPED["policies"]
-    found, problems = find.import_plugin(build.class_of("policies", name) if shipped else name)
-    plugin, wrong = (
-        (None, problems) if problems else find.plugin_class(found, build.PLUGIN_BASES["policies"])
-    )
-    if plugin is None or not issubclass(plugin, TrainedPolicy):
-        wrong = wrong or [f"policy.type: {name} derives from no TrainedPolicy"]
-        raise ValueError("\n".join([*wrong, "only its adapter can be exported: --as adapter"]))
-    return plugin
-
-
-def merge(
-    trained: Trained,
-    policy: type[TrainedPolicy[Any]],
-    config: Any,
-    dtype: str,
-    with_prompt_files: bool,
-    target: Path,
-) -> None:
-    """Write base + adapter (or the whole trained model), added in float32 and rounded to `dtype`
-    once; `with_prompt_files`: also the tokenizer and processor."""
+def merge(trained: Trained, args: argparse.Namespace, target: Path) -> None:
+    """Write base + adapter (or the whole trained model), added in float32 and rounded to the
+    target's dtype once; but for a text encoder also the tokenizer and processor."""
     import torch
 
-    with stage(f"loading {config.model_path} in float32"):
-        model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    policy = policy_of(trained, args)
+    config, dtype = policy.config, args.dtype or policy.config.dtype
+    say(f"loading {config.model_path} in float32")
+    model = policy.cls.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 
         model_files.read_config(trained.model)  # refuses one that names code to import
-        with stage("adding the adapter"):
-            model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
-    with stage(f"writing the weights in {dtype}"), weights_counted():
+        say("adding the adapter")
+        model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
+    say(f"writing the weights in {dtype}")
+    with weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
-    if with_prompt_files:
-        policy.save_prompt_files(config, target)
-
-
-def _inside(file: Path) -> Path:
-    """`file`. Raises ValueError if it links to a file outside of its folder, which the export would
-    pass on; a hub cache may link into its own `blobs`."""
-    folder, target = file.parent.resolve(), file.resolve()
-    blobs = folder.parent.parent / "blobs"
-    if file.is_symlink() and not (target.is_relative_to(folder) or target.parent == blobs):
-        raise ValueError(f"{file} is a link to {target}, elsewhere; put the file itself there")
-    return file
+    if args.form != "text-encoder":
+        policy.cls.save_prompt_files(config, target)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ from rl.files import (
     private_folder,
     row_of,
     side_by_side,
-    unshare,
     write_atomically,
 )
 from rl.printing import code, scrub, text
@@ -398,8 +397,6 @@ class Trackio(View):
                 warn(f"trackio: {name} is ignored; set tracking.trackio_space to send to a Space")
         private_folder(self.folder / "trackio")
         os.environ["TRACKIO_DIR"] = str(self.folder.resolve() / "trackio")  # read at import
-        for file in (self.folder / "trackio").rglob("*.db*"):
-            unshare(file)
         self._trackio = import_module("trackio")
         self._page = self._trackio.init(
             project=self.name,

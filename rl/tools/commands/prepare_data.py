@@ -37,16 +37,10 @@ _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
 
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 if all edits are encoded and listed, 1 with a message if not."""
+    """Exit code: 0 if all edits are encoded and listed, 1 with a message if not; then the same
+    command continues."""
     printing.guard()
-    try:
-        tokenize(parse(arguments))
-    except ValueError as error:
-        print(
-            f"rl prepare: {error}\nFinished edits are kept: the same command continues",
-            file=sys.stderr,
-        )
-        return 1
+    tokenize(parse(arguments))
     return 0
 
 

@@ -84,8 +84,6 @@ def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
         )
         details = ["RUNNING"] if run.is_running else []
         details += [escaped(run.system, NAME_WIDTH), decimal(run.num_bytes)]
-        if run.damaged:
-            details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
         printing.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})
     size = decimal(sum(summary.num_bytes for summary in summaries))
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escaped(folder, 56)}, {size}")
