@@ -128,11 +128,6 @@ class JudgedReward(Reward[RepeatsT]):
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         """The questions of one reading; `pictures` has at least those that the reward `needs`."""
 
-    def asked_for(self, ranges: Ranges, *parts: str | Image) -> Asked:
-        """A question of these parts; its reply has a number for each name in `ranges`."""
-        question = Question(parts, fields_schema(ranges), self.temperature)
-        return question, partial(read_fields, ranges=ranges)
-
     def prompts_for(self, pictures: Pictures) -> list[str]:
         """The prompt of each of the config's `own_prompts`, for one or several sources."""
         several = len(pictures.get("source", ())) > 1
@@ -293,10 +288,34 @@ class VieScoreT2I(PairedQuestions[VieScoreT2IConfig]):
     semantic_marks = ("prompt_following",)
 
 
+# ---- one question --------------------------------------------------------------------------------
+# Base class of rewards whose one question is answered by a number under each of some names.
+
+
+class OneQuestion(JudgedReward[RepeatsT]):
+    """The parts are the judge's numbers."""
+
+    ranges: Ranges
+    shows: Sequence[str]
+    """What the judge sees, in this order: 'prompt', and names of `Pictures`."""
+
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        [prompt] = self.prompts_for(pictures)
+        shown: dict[str, Sequence[str | Image]] = {
+            **pictures,
+            "source": numbered(pictures.get("source", ())),
+            "prompt": [fill_prompt(prompt, instruction)],
+        }
+        parts = tuple(part for name in self.shows for part in shown[name])
+        question = Question(parts, fields_schema(self.ranges), self.temperature)
+        return [(question, partial(read_fields, ranges=self.ranges))]
+
+    def reading(self, marks: Marks) -> Mapping[str, float]:
+        return dict(zip(self.ranges, marks, strict=True))
+
+
 # ---- edit quality --------------------------------------------------------------------------------
 # Reward plugin: the judge scores how well an edit follows the instruction, and its quality.
-
-FIELDS = ("alignment", "quality")
 
 
 class EditQualityConfig(RepeatsConfig):
@@ -323,20 +342,13 @@ class EditQualityConfig(RepeatsConfig):
         return self
 
 
-class EditQuality(JudgedReward[EditQualityConfig]):
+class EditQuality(OneQuestion[EditQualityConfig]):
     """Grades one edit: value = (w_a alignment + w_q quality) / (w_a + w_q), both scores 0 to 1."""
 
     needs = frozenset({"source", "image"})
-    unit_parts = frozenset(FIELDS)
-
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        text = fill_prompt(self.prompts_for(pictures)[0], instruction)
-        sources = numbered(pictures["source"])
-        ranges = dict.fromkeys(FIELDS, (0.0, 1.0))
-        return [self.asked_for(ranges, *sources, text, *pictures["image"])]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        return dict(zip(FIELDS, marks, strict=True))
+    ranges = {"alignment": (0.0, 1.0), "quality": (0.0, 1.0)}
+    shows = ("source", "prompt", "image")
+    unit_parts = frozenset(ranges)
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         weights = self.config.alignment_weight, self.config.quality_weight
@@ -356,19 +368,13 @@ class GroundScoreConfig(RepeatsConfig):
     the prompt, then the policy's picture."""
 
 
-class GroundScore(JudgedReward[GroundScoreConfig]):
+class GroundScore(OneQuestion[GroundScoreConfig]):
     """Grades one picture, `score` 0 to 10. The judge sees the reference (`Sample.target`) and the
     policy's picture, not the source or the instruction."""
 
     needs = frozenset({"target", "image"})
-
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        [prompt] = self.prompts_for(pictures)
-        ranges = {"score": (0.0, 10.0)}
-        return [self.asked_for(ranges, *pictures["target"], prompt, *pictures["image"])]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        return {"score": marks[0]}
+    ranges = {"score": (0.0, 10.0)}
+    shows = ("target", "prompt", "image")
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["score"] / 10
@@ -506,29 +512,26 @@ class RubricConfig(RepeatsConfig):
         return self
 
 
-class Rubric(JudgedReward[RubricConfig]):
+class Rubric(OneQuestion[RubricConfig]):
     """Grades one picture; part `overall` is the value, the others are the judge's own numbers."""
 
     needs = frozenset({"image"})
     unit_parts = frozenset({"overall"})
 
+    def __init__(self, config: RubricConfig, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.ranges = {name: (score.low, score.high) for name, score in config.scores.items()}
+        self.shows = config.shows
+        keys = [f'"{name}": <{low:g} to {high:g}>' for name, (low, high) in self.ranges.items()]
+        example = "{" + ", ".join(['"reasoning": "..."', *keys]) + "}"
+        prompt = f"{self._prompts[0]}\n\n{REPLY}\n{example}"
+        self._prompts = self._prompts_of_several = [prompt]
+
     @classmethod
     def needs_with(cls, config: RubricConfig) -> Set[str]:
         return set(config.shows) - {"prompt"}
 
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        [prompt] = self.prompts_for(pictures)
-        ranges = {name: (score.low, score.high) for name, score in self.config.scores.items()}
-        keys = [f'"{name}": <{low:g} to {high:g}>' for name, (low, high) in ranges.items()]
-        example = "{" + ", ".join(['"reasoning": "..."', *keys]) + "}"
-        shown: dict[str, Sequence[str | Image]] = {
-            **pictures,
-            "source": numbered(pictures.get("source", ())),
-            "prompt": [f"{fill_prompt(prompt, instruction)}\n\n{REPLY}\n{example}"],
-        }
-        return [self.asked_for(ranges, *(p for name in self.config.shows for p in shown[name]))]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
+    def reading(self, marks: Marks) -> Mapping[str, float]:
         scores, combine = self.config.scores, self.config.combine
         units: dict[str, list[float]] = {}
         weighted_sum = 0.0
@@ -541,7 +544,7 @@ class Rubric(JudgedReward[RubricConfig]):
             overall = weighted_sum / sum(score.weight for score in scores.values())
         else:
             overall = min(minima) if combine == "min" else math.prod(minima) ** 0.5
-        return {**dict(zip(scores, marks, strict=True)), "overall": min(1.0, overall)}
+        return {**super().reading(marks), "overall": min(1.0, overall)}
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["overall"]
