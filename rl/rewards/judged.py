@@ -61,9 +61,7 @@ class RepeatsConfig(PluginConfig):
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
-        if self.temperature is not None:
-            self.temperature_with(self.temperature)
+    def _has_its_prompts(self) -> Self:
         self.read_prompts()
         return self
 
@@ -74,16 +72,6 @@ class RepeatsConfig(PluginConfig):
             read_prompt(getattr(self, key), PROMPTS / file if file else None, key)
             for key, file in files.items()
         ]
-
-    def temperature_with(self, judge_temperature: float) -> float:
-        """The temperature to ask at. Raises ValueError if it is 0 and makes all repeats equal."""
-        temperature = judge_temperature if self.temperature is None else self.temperature
-        if self.n_evals > 1 and temperature == 0:
-            raise ValueError(
-                f"n_evals={self.n_evals} at judge temperature 0 gets the same answer "
-                f"{self.n_evals} times: set the reward's temperature above 0, or its n_evals to 1"
-            )
-        return temperature
 
 
 def numbered(sources: Sequence[Image]) -> list[str | Image]:
@@ -104,11 +92,9 @@ class JudgedReward(Reward[RepeatsT]):
     questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
-        """Raises ValueError if the judge's temperature makes all repeats equal."""
         super().__init__(config, resources)
         assert resources.judge is not None, "needs_judge is True"
         self.judge = resources.judge
-        self.temperature = config.temperature_with(self.judge.config.temperature)
         self._prompts = config.read_prompts()
         self._prompts_of_several = config.read_prompts(of_several=True)
 
@@ -119,10 +105,12 @@ class JudgedReward(Reward[RepeatsT]):
     @classmethod
     def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
         """Reports repeats at temperature 0, which would all get the same answer."""
-        try:
-            config.temperature_with(run.judge.temperature)
-        except ValueError as error:
-            yield f"n_evals: {error}"
+        temperature = run.judge.temperature if config.temperature is None else config.temperature
+        if config.n_evals > 1 and temperature == 0:
+            yield (
+                f"n_evals: n_evals={config.n_evals} at judge temperature 0 gets the same answer "
+                f"{config.n_evals} times: set the reward's temperature above 0, or its n_evals to 1"
+            )
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
@@ -228,7 +216,7 @@ class PairedQuestions(JudgedReward[VieScoreT]):
         ]
 
     def _asked(self, marks: Sequence[str], *parts: str | Image) -> Asked:
-        question = Question(parts, scores_schema(len(marks), 0, 10), self.temperature)
+        question = Question(parts, scores_schema(len(marks), 0, 10), self.config.temperature)
         return question, partial(read_scores, count=len(marks), low=0, high=10)
 
     def reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
@@ -307,7 +295,7 @@ class OneQuestion(JudgedReward[RepeatsT]):
             "prompt": [fill_prompt(prompt, instruction)],
         }
         parts = tuple(part for name in self.shows for part in shown[name])
-        question = Question(parts, fields_schema(self.ranges), self.temperature)
+        question = Question(parts, fields_schema(self.ranges), self.config.temperature)
         return [(question, partial(read_fields, ranges=self.ranges))]
 
     def reading(self, marks: Marks) -> Mapping[str, float]:
@@ -659,8 +647,8 @@ class SpatialReward(PairedQuestions[SpatialRewardConfig]):
         semantics, perception = self.prompts_for(pictures)
         text, [image] = fill_prompt(semantics, instruction), pictures["image"]
         shown: list[str | Image] = [*pictures["source"], image, text]
-        meaning = Question(tuple(shown), _GROUNDED, self.temperature)
-        quality = Question((image, perception), _SCORES, self.temperature)
+        meaning = Question(tuple(shown), _GROUNDED, self.config.temperature)
+        quality = Question((image, perception), _SCORES, self.config.temperature)
         return [(meaning, read_grounded), (quality, _read_marks)]
 
     def joined(self, semantics: Marks, perception: Marks) -> tuple[float, float, float]:

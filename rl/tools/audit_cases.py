@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.build import Resolved
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import ConfigError
-from rl.files import open_picture
 from rl.rollout.episodes import first_samples
 
 # ---- audit cases ---------------------------------------------------------------------------------
@@ -36,7 +34,7 @@ KINDS = {
     "partial": "half of the edit",
     "over_edit": "the edit, and other changes",
     "other_result": "another sample's result",
-    "degraded": "the right result, blurred and compressed",
+    "degraded": "the right result, at an eighth of the resolution",
     "other_instruction": "the right result, judged by another instruction",
     "exchanged": "source and result exchanged",
     "worse": "the worse one of a labelled pair",
@@ -102,11 +100,9 @@ def cases_of(samples: Sequence[Sample], num_cases: int) -> list[Case]:
 
 
 def degraded(picture: Image.Image) -> Image.Image:
-    """An eighth of the resolution, and JPEG of quality 10."""
+    """An eighth of the resolution."""
     small = picture.resize([max(1, side // 8) for side in picture.size])
-    file = io.BytesIO()
-    small.resize(picture.size, Image.Resampling.NEAREST).save(file, "JPEG", quality=10)
-    return open_picture(file, ("JPEG",)).convert("RGB")
+    return small.resize(picture.size, Image.Resampling.NEAREST)
 
 
 def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | None:
