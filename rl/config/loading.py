@@ -448,6 +448,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.cfg_in_one_forward": (True, ""),
     "renderer.compile_blocks": (False, ""),
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
+    "rewards.*.scores.*.group": ("", "combine 'sqrt_min' is what 'viescore' does"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose

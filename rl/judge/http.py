@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import logging
 import math
@@ -119,10 +118,7 @@ def _normalise(url: str, where: str) -> str:
 
 def is_loopback(api_base: str) -> bool:
     host = urlsplit(api_base).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def auth_header(api_key_env: str) -> dict[str, str]:
@@ -434,15 +430,12 @@ class Dialect:
     """Parameters that it has accepted: a later refusal concerns only that value."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
-    proven: Request | None = None
-    """The last request that got a reply."""
 
     def learn(self, request: Request, without: Set[str]) -> Set[str]:
         """Note that `request` got a reply without these parameters; returns the new ones."""
         learnt = without - self.names - self.taken
         self.names |= learnt
         self.taken |= request.sent(without).keys()
-        self.proven = request
         return learnt
 
 

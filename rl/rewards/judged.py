@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -457,10 +457,8 @@ class Score(Section):
     """Worst value."""
     high: Bound = 10.0
     """Best value."""
-    weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min", "sqrt_min")] = 1.0
+    weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min")] = 1.0
     """Weight in the mean, under combine 'weighted'."""
-    group: Annotated[str, Unread("combine", "weighted", "min")] = ""
-    """Under combine 'sqrt_min': scores with the same group are joined by their minimum."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -478,23 +476,19 @@ class RubricConfig(RepeatsConfig):
     JSON object with these scores and their ranges is appended to it."""
     scores: dict[MetricName, Score]
     """Name -> range and weight, e.g. `{success: {low: 0, high: 5, weight: 2}, identity: {}}`."""
-    combine: Literal["weighted", "min", "sqrt_min"] = "weighted"
-    """How scores, each scaled to 0..1, become the reward. weighted: their weighted mean; min: their
-    minimum; sqrt_min: square root of the product of two groups' minima (VIEScore)."""
+    combine: Literal["weighted", "min"] = "weighted"
+    """How scores, each scaled to 0..1, become the reward: by their weighted mean or minimum."""
     shows: list[Literal["source", "prompt", "image", "target"]] = ["source", "prompt", "image"]
     """What the judge gets, in this order: source pictures (several are numbered), question, the
     policy's picture, the data's reference edit."""
 
     @model_validator(mode="after")
     def _can_be_combined(self) -> Self:
-        scores, shown = self.scores.values(), set(self.shows)
+        shown = set(self.shows)
         if reserved := {"reasoning", "overall"} & self.scores.keys():
             raise ValueError(f"scores.{min(reserved)}: this name is used already; choose another")
-        if not any(each.weight for each in scores):
+        if not any(each.weight for each in self.scores.values()):
             raise ValueError("scores: give at least one, with a weight, e.g. { success: {} }")
-        groups = sorted({each.group for each in scores})
-        if self.combine == "sqrt_min" and len(groups) != 2:
-            raise ValueError(f"scores: sqrt_min joins two groups, but `group` is {groups} here")
         if not {"prompt", "image"} <= shown or len(shown) < len(self.shows):
             raise ValueError(f"shows: {self.shows}; needs 'prompt' and 'image', each name once")
         return self
@@ -520,18 +514,11 @@ class Rubric(OneQuestion[RubricConfig]):
         return set(config.shows) - {"prompt"}
 
     def reading(self, marks: Marks) -> Mapping[str, float]:
-        scores, combine = self.config.scores, self.config.combine
-        units: dict[str, list[float]] = {}
-        weighted_sum = 0.0
-        for mark, score in zip(marks, scores.values(), strict=True):
-            unit = (mark - score.low) / (score.high - score.low)
-            units.setdefault(score.group, []).append(unit)
-            weighted_sum += score.weight * unit
-        minima = [min(group) for group in units.values()]
-        if combine == "weighted":
-            overall = weighted_sum / sum(score.weight for score in scores.values())
-        else:
-            overall = min(minima) if combine == "min" else math.prod(minima) ** 0.5
+        ranges, weights = self.ranges.values(), [s.weight for s in self.config.scores.values()]
+        units = [(m - low) / (high - low) for m, (low, high) in zip(marks, ranges, strict=True)]
+        overall = min(units)
+        if self.config.combine == "weighted":
+            overall = sum(map(mul, weights, units)) / sum(weights)
         return {**super().reading(marks), "overall": min(1.0, overall)}
 
     def value_of(self, parts: Mapping[str, float]) -> float:
@@ -560,12 +547,10 @@ class ExpectedScoreConfig(RepeatsConfig):
     min_legal_mass: Annotated[float, Field(gt=0, le=1)] = 0.9
     """A reply with less probability on all digits together is unreadable: the judge wanted to write
     something else."""
-
-    @model_validator(mode="after")
-    def _asks_once(self) -> Self:
-        if self.n_evals > 1 or self.temperature is not None:
-            raise ValueError("n_evals, temperature: the probabilities depend on neither; drop them")
-        return self
+    n_evals: Literal[1] = 1
+    """The probabilities are the same each time."""
+    temperature: None = None
+    """The probabilities do not depend on it."""
 
 
 class ExpectedScore(JudgedReward[ExpectedScoreConfig]):

@@ -198,9 +198,8 @@ def test_the_command_names_what_it_cannot_audit(
     assert command.main(["audit", config, f"base_exp_dir={tmp_path}"]) == 2
     assert "there is nothing to audit" in capsys.readouterr().out
     arguments = quickstart(tmp_path, "http://127.0.0.1:9")
-    for ignored in (["--columns", "source=a"], ["--pairs", "a.jsonl", "--seed", "1"]):
-        with pytest.raises(SystemExit):
-            command.main(["audit", *arguments, *ignored])
+    with pytest.raises(SystemExit):
+        command.main(["audit", *arguments, "--columns", "source=a"])
     capsys.readouterr()
     assert command.main(["audit", *arguments]) == 2
     assert "no judge at http://127.0.0.1:9" in capsys.readouterr().err

@@ -113,10 +113,6 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
         # success 4/5 = .8, identity (0 + 1)/2 = .5; (3 * .8 + .5) / 4 = .725.
         (Rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
         (Rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
-        # sqrt(min(.8, .3) * .5)
-        (Rubric, RUBRIC | {"combine": "sqrt_min", "scores": {
-            "success": {"high": 5, "group": "a"}, "keeps": {"group": "a"},
-            "identity": {"low": -1, "high": 1}}}, [RATED], 0.3872983, {"overall": 0.3872983}),
     ],
 )  # fmt: skip
 def test_a_grade_is_computed_from_replies_by_hand(
@@ -329,7 +325,7 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
         (EditQuality, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
         (EditQuality, {"alignment_weight": 0, "quality_weight": 0}, "both 0"),
         (GroundScore, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (ExpectedScore, {"n_evals": 3, "temperature": 1}, "n_evals, temperature"),
+        (ExpectedScore, {"n_evals": 3, "temperature": 1}, "(?s)n_evals.*be 1.*temperature"),
         (Rubric, {"prompt": ""}, "(?s)prompt.*at least 1 character"),
         (Rubric, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
         (Rubric, {"prompt": str(PROMPTS / "viescore_perception.txt")}, r"no \{instruction\}"),
@@ -338,7 +334,6 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
         (Rubric, {"scores": {"reasoning": {}}}, "scores.reasoning: "),
         (Rubric, {"scores": {"a": {"low": 3, "high": 3}}}, r"(?s)scores.a.*low=3 must be below"),
         (Rubric, {"scores": {"a": {"weight": 0}}}, "scores: .* with a weight"),
-        (Rubric, {"combine": "sqrt_min"}, "sqrt_min joins two groups"),
         (Rubric, {"shows": ["prompt", "source"]}, "shows: .*'image'"),
         (Rubric, {"shows": ["image", "prompt", "image"]}, "shows: .*once"),
     ],

@@ -58,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cases {args.cases}: at least 1")
     if args.columns and not args.pairs:
         parser.error("--columns names the columns of --pairs FILE")
-    if args.seed and args.pairs:
-        parser.error("--seed draws other scenes: leave it out with --pairs")
     try:
         if args.at_start:
             with redirect_stderr(sys.stdout):  # stderr has nothing but the reason of a failure
