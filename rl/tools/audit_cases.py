@@ -72,7 +72,8 @@ def case_of(sample: Sample, other: Sample, drawn: Mapping[str, Image.Image]) -> 
         results = {**made, **results, "no_edit": source}
     if other.target is not None:
         results["other_result"] = other.target.convert("RGB").resize(target.size)
-    results["degraded"] = degraded(target)
+    small = target.resize([max(1, side // 8) for side in target.size])
+    results["degraded"] = small.resize(target.size, Image.Resampling.NEAREST)
     shown = {
         kind: (sample, picture)
         for kind, picture in results.items()
@@ -97,12 +98,6 @@ def cases_of(samples: Sequence[Sample], num_cases: int) -> list[Case]:
         if case is not None and len(cases) < num_cases:
             cases.append(case)
     return cases
-
-
-def degraded(picture: Image.Image) -> Image.Image:
-    """An eighth of the resolution."""
-    small = picture.resize([max(1, side // 8) for side in picture.size])
-    return small.resize(picture.size, Image.Resampling.NEAREST)
 
 
 def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | None:

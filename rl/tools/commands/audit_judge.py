@@ -29,7 +29,7 @@ from rl.check.this_machine import has_gpus
 from rl.check.trials import audited_rewards, file_of, rewards_that_ask
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.console import duration
-from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.client import JudgeClient, JudgeError, JudgeStats
 from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.signals import remedy
@@ -117,7 +117,10 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
             judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
-        print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
+        stats = client.take_stats() if client else JudgeStats()
+        tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens"
+        print(f"{stats.requests} requests, {tokens}, {time.monotonic() - started:.1f} s")
+        print(f"kept in: {file}")
     return code
 
 
@@ -156,14 +159,6 @@ async def _client(
     stack.push_async_callback(client.aclose)
     await client.check_health(0.0)
     return client
-
-
-def _cost(client: JudgeClient | None) -> str:
-    if client is None:
-        return ""
-    stats = client.take_stats()
-    tokens = f"{stats.prompt_tokens} + {stats.completion_tokens}"
-    return f"{stats.requests} requests of {tokens} tokens in all, "
 
 
 if __name__ == "__main__":
