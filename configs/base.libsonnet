@@ -217,9 +217,9 @@
     // passed audit, console, page and model card say so; required: the run audits a judge without
     // an audit at its start, and refuses one that does not pass; off: nothing.
     audit: 'warn',
-    // What an audit asks about. scenes: drawn scenes and photographs of 512 px; data: the first
-    // samples of data.validation (without it: data.train) that have a target, which are closer to
-    // the run's pictures.
+    // What an audit asks about. scenes: drawn scenes of 512 px; data: the first samples of
+    // data.validation (without it: data.train) that have a target, which are closer to the run's
+    // pictures.
     audit_set: 'scenes',
     // The AUROC of right against wrong results that a judge must exceed: the audit's 95 % interval
     // decides (docs/judge.md).

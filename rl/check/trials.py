@@ -382,10 +382,7 @@ class RewardAudit:
     """The clearly wrong results by the sample's category."""
     noise_sd: float
     """Standard deviation of repeated readings of one result."""
-    reliability: float
-    """ICC of one reading within the results of one sample."""
     num_levels: int
-    effective_levels: float
     lowest_share: float
     highest_share: float
     failures: Sequence[str] = ()

@@ -451,6 +451,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
     "tracking.show_group_every_n_iterations": (10, "the page and episodes/ have every group"),
     "tracking.thumbnails_mb": (200.0, "see tracking.keep_images_of_last_n_iterations"),
+    "rewards.*.scores.*.group": ("", "combine 'sqrt_min' is what 'viescore' does"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose

@@ -273,9 +273,9 @@ class JudgeConfig(Section):
     passed audit, console, page and model card say so; required: the run audits a judge without an
     audit at its start, and refuses one that does not pass; off: nothing."""
     audit_set: Literal["scenes", "data"] = "scenes"
-    """What an audit asks about. scenes: drawn scenes and photographs of 512 px; data: the first
-    samples of data.validation (without it: data.train) that have a target, which are closer to the
-    run's pictures."""
+    """What an audit asks about. scenes: drawn scenes of 512 px; data: the first samples of
+    data.validation (without it: data.train) that have a target, which are closer to the run's
+    pictures."""
     audit_min_auroc: Annotated[float, Field(ge=0, le=1)] = 0.85
     """The AUROC of right against wrong results that a judge must exceed: the audit's 95 % interval
     decides (docs/judge.md)."""

@@ -235,6 +235,7 @@ class Address:
             names = ", ".join(sorted(learnt))
             log.warning("the judge at %s is asked without %s from now on", self.url, names)
         self.works()
+        self._judge.proven = request
         self.answered.add(request.shape)
         self._judge.stats.prompt_tokens += chat.tokens[0]
         self._judge.stats.completion_tokens += chat.tokens[1]
@@ -431,12 +432,8 @@ class JudgeClient:
         self._next_line_s = 0.0
         urls = [api_base] if isinstance(api_base, str) else api_base
         self.addresses = [Address(self, url) for url in urls]
-
-    @property
-    def proven(self) -> Request | None:
-        """A request that got a reply."""
-        found = (address.dialect.proven for address in self.addresses)
-        return next((request for request in found if request), None)
+        self.proven: Request | None = None
+        """The last request that got a reply."""
 
     @property
     def down_s(self) -> float:

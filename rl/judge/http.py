@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import logging
 import math
 import os
 import re
-import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -86,9 +82,7 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
         text = read_text(entry, MAX_FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    lines = [line.split() for line in text.split("\n") if line.strip()]
-    # A comment may follow an address; a line of several words without one is a comment.
-    addresses = [words[0] for words in lines if len(words) == 1 or _is_address(words[0])]
+    addresses = [line.split()[0] for line in text.split("\n") if line.strip()]
     if not all(map(_is_address, addresses or [""])):
         raise ValueError(f"{where} is empty, or {addresses} are neither URLs nor host:port")
     return [(address, where) for address in addresses]
@@ -124,10 +118,7 @@ def _normalise(url: str, where: str) -> str:
 
 def is_loopback(api_base: str) -> bool:
     host = urlsplit(api_base).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
 def auth_header(api_key_env: str) -> dict[str, str]:
@@ -204,6 +195,12 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 RETRY_AFTER_CAP_S = 120.0
+TLS_FAILURES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""In OpenSSL's messages: an untrusted certificate; no TLS at all."""
+TLS_REMEDY = (
+    "; trust its certificate here (SSL_CERT_FILE=<a .pem of its issuer>), or set judge.api_base to "
+    "a host name in the certificate, or to an http:// URL"
+)
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
@@ -326,43 +323,22 @@ class JudgeHttp:
     def _trouble(self, error: Exception, timeout_s: float) -> RequestTrouble:
         if isinstance(error, TimeoutError | httpx.TimeoutException):
             return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
-        remedy = _tls_remedy(error)
         detail = excerpt(f"{type(error).__name__} {error}", SHOWN_CHARS) + self._via_proxy
-        return RequestTrouble("transport", detail + (remedy and f"; {remedy}"), is_tls=bool(remedy))
+        is_tls = any(reason in detail for reason in TLS_FAILURES)
+        return RequestTrouble("transport", detail + TLS_REMEDY * is_tls, is_tls=is_tls)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
 
 
-def retry_after_s(header: str | None, now: datetime | None = None) -> float | None:
-    """A Retry-After header (RFC 9110 10.2.3: seconds or an HTTP date) as seconds, 0..120.
-
-    None if there is no header or it cannot be parsed.
-    """
-    if header is None:
+def retry_after_s(header: str | None) -> float | None:
+    """The seconds of a Retry-After header, 0..120; None without a header, or if it is no number (an
+    HTTP date, which judges do not send)."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
         return None
-    seconds = math.nan
-    with suppress(ValueError, TypeError, LookupError, OverflowError):
-        until = parsedate_to_datetime(header)
-        until = until if until.tzinfo else until.replace(tzinfo=UTC)
-        seconds = (until - (now or datetime.now(UTC))).total_seconds()
-    with suppress(ValueError):
-        seconds = float(header)
     return min(max(seconds, 0.0), RETRY_AFTER_CAP_S) if math.isfinite(seconds) else None
-
-
-def _tls_remedy(error: BaseException | None) -> str:
-    """The remedy if TLS failed for good, else ''. httpx wraps the ssl error."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return (
-                "trust its certificate here (SSL_CERT_FILE=<a .pem of its issuer>), or set "
-                "judge.api_base to a host name in the certificate, or to an http:// URL"
-            )
-        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-            return "the endpoint does not speak TLS: set an http:// URL in judge.api_base"
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
@@ -396,16 +372,16 @@ def _proxy_for(url: str) -> str | None:
 CONTENT = "<content>"
 """Placeholder for the question's parts in a request's parameters."""
 RENAMED = "max_completion_tokens"
-"""The name under which `max_tokens` is sent before it is left out."""
+"""OpenAI's newer name of `max_tokens`."""
 OPTIONAL = {
     "top_p": "top_p",
     "seed": "seed",
     "response_format": r"response_format|json.?schema|structured.outputs?|guided_\w+",
     "temperature": "temperature",
     "max_tokens": "max_tokens",
-    RENAMED: RENAMED,
 }
-"""Parameter -> how an error page names it; those that matter least come first."""
+"""Parameter -> how an error page names it; those that matter least come first. All are left out but
+the last, which is sent under its new name, so that every reply is bounded."""
 REFUSING_STATUSES = frozenset({400, 422, 500})
 """Including 500: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
 
@@ -433,7 +409,7 @@ class Request:
     def sent(self, without: Set[str]) -> dict[str, Any]:
         """The parameters to send to an endpoint that does not accept those in `without`."""
         sent = {name: value for name, value in self.parameters.items() if name not in without}
-        if "max_tokens" in without and RENAMED not in without:
+        if "max_tokens" in without:
             sent[RENAMED] = self.parameters["max_tokens"]
         return sent
 
@@ -454,15 +430,12 @@ class Dialect:
     """Parameters that it has accepted: a later refusal concerns only that value."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
-    proven: Request | None = None
-    """The last request that got a reply."""
 
     def learn(self, request: Request, without: Set[str]) -> Set[str]:
         """Note that `request` got a reply without these parameters; returns the new ones."""
         learnt = without - self.names - self.taken
         self.names |= learnt
         self.taken |= request.sent(without).keys()
-        self.proven = request
         return learnt
 
 

@@ -197,14 +197,10 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
-    """The scores in a parsed reply whose range in its `schema` is 0 to 10; [] where the reply is
-    not a number for each in the schema."""
-    properties = schema.get("properties", {}).values()
-    items = [item for p in properties for item in [p.get("items", p)] * p.get("minItems", 1)]
-    ranges = [(item["minimum"], item["maximum"]) for item in items if "maximum" in item]
-    if not isinstance(parsed, tuple) or len(parsed) != len(ranges):
-        return []
-    return [score for score, of in zip(parsed, ranges, strict=True) if of == (0, 10)]
+    """The scores in a parsed reply under "score" in its `schema`, if their range ends at 10."""
+    score = schema.get("properties", {}).get("score", {})
+    is_of_ten = score.get("items", score).get("maximum") == 10
+    return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
 
 
 def _parsed(body: bytes) -> Any:

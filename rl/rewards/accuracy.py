@@ -8,9 +8,6 @@ import time
 import unicodedata
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -36,291 +33,117 @@ def last_block(text: str, name: str) -> str | None:
     return None if start < 0 else text[start + len(name) + 2 : end]
 
 
-# ---- values --------------------------------------------------------------------------------------
-# Reads answers that are no formulas: numbers with units as exact fractions ('1,200.5 cm', '50%',
-# '1 1/2'), dates, and what means its characters (a score, a code).
+# ---- answers -------------------------------------------------------------------------------------
+# Compares answers by their text, as far as that is possible without a formula parser.
 
 MAX_NUMBER_CHARS = 60
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 """0.333333 equals 1/3. Whole numbers are compared exactly."""
 
-_UNITS = """
-° degree deg
-m meter metre
-cm centimeter centimetre
-mm millimeter millimetre
-km kilometer kilometre
-in inch inches
-ft foot feet
-mi mile
-g gram
-kg kilogram
-mg milligram
-s second sec
-min minute
-h hour hr
-L liter litre l
-mL milliliter millilitre ml
-$ dollar usd
-€ euro eur
-% percent percentage pct
-"""
-"""A symbol and its names on each line; names may end in s."""
-_OTHER_SYMBOLS = "°C °F K N J W V A Hz Pa lb m/s km/h cm/s £ ¥"
-_SYMBOL_OF = {symbol: symbol for symbol in _OTHER_SYMBOLS.split()}
-for _symbol, *_names in map(str.split, _UNITS.strip().split("\n")):
-    _SYMBOL_OF |= {unit: _symbol for name in _names for unit in (name, f"{name}s")}
-    _SYMBOL_OF[_symbol] = _symbol
-_POWERS = {"square ": "^2", "sq ": "^2", "sq. ": "^2", "cubic ": "^3"}
-_NO_UNITS = frozenset(
-    ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
-).union(("and", "plus", "minus", "times", "over", "not", "squared", "cubed"))
-"""Words that change the number and are not units."""
-_PLURAL = re.compile(r"(?<=ss)es$|(?<=[cs]h)es$|(?<=x)es$|(?<!s)s$")
-
-_TIMES = re.compile(r"(?<=[\d.])\s*(?:\\times|\\cdot|[*x\u00d7·])\s*10\s*(?:\^|\*\*)")
-_TEN = re.compile(r"(?<![\d.,])10\s*\^")
-_EXPONENT = re.compile(r"e\s*\{?([+-]?\d+)\}?")
-_NUMBER = re.compile(
-    r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
-    (?:(?P<whole>\d+)\s+(?=\d+/))?
-    (?P<number>\d+\s*/\s*\d+
-      | (?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?
-    )
-    (?P<space>\s*)(?P<unit>[^\d\s].*)?""",
-    re.VERBOSE,
-)
-
-
-@dataclass(frozen=True)
-class Value:
-    """What an answer means that is no formula."""
-
-    content: Fraction | str
-    """A number, or the normal form of a date, a score, a code, ..."""
-    unit: str
-    """'' if there is none; '%' and '$' are units."""
-
-
-def read_value(text: str) -> Value | None:
-    """The value if the whole text is one, else None."""
-    return _quantity(text) or _literal(text)
-
-
-def _quantity(text: str) -> Value | None:
-    if len(text) > MAX_NUMBER_CHARS or not text.isprintable():
-        return None
-    text = _TEN.sub("1e", _TIMES.sub("e", text.strip().replace("\u2212", "-")))
-    match = _NUMBER.fullmatch(_EXPONENT.sub(r"e\1", text))
-    if match is None:
-        return None
-    unit = _unit(match["unit"] or "", bool(match["space"]))
-    currency = match["currency"] or match["currency2"] or ""
-    if unit is None or (unit and currency):
-        return None
-    digits = re.sub(r"[\s,]", "", match["number"])
-    try:
-        number = Fraction(match["whole"] or 0) + Fraction(digits)
-    except ZeroDivisionError:
-        return None
-    return Value(-number if match["sign"] == "-" else number, unit or currency)
-
-
-def _unit(text: str, has_space: bool) -> str | None:
-    """A unit in its standard form; None if the text after the number is not a unit, such as `x` in
-    `5x`. A unit of a single letter or of words (at most three) needs a space before it."""
-    unit = text.strip().rstrip(".").replace("²", "^2").replace("³", "^3")
-    unit = unit.replace("{", "").replace("}", "")
-    for word, power in _POWERS.items():
-        if unit.lower().startswith(word):
-            unit = unit[len(word) :] + power
-    base, hat, power = unit.partition("^")
-    if not base or (hat and power not in ("2", "3")):
-        return None if unit else ""
-    if symbol := _SYMBOL_OF.get(base) or _SYMBOL_OF.get(base.lower()):
-        is_bare_letter = len(symbol) == 1 and symbol.isalpha()
-        return symbol + hat + power if has_space or not is_bare_letter else None
-    words = base.lower().split()
-    is_words = has_space and 1 <= len(words) <= 3 and all(w.isalpha() and len(w) > 2 for w in words)
-    if not is_words or _NO_UNITS & set(words):
-        return None
-    return " ".join(_PLURAL.sub("", word) for word in words) + hat + power
-
-
-def same_value(gold: Value, answer: Value) -> bool:
-    """Whether content and unit are the same. A unit that only one of them has is ignored, but a
-    percentage equals a plain gold only as a fraction of 1; 50 % may also be written 50 or 0.5."""
-    units = {gold.unit, answer.unit}
-    if "" not in units and len(units) == 2:
-        return False
-    first, second = gold.content, answer.content
-    if isinstance(first, str) or isinstance(second, str):
-        return first == second
-    if _same_number(first, second):
-        return bool(gold.unit) or answer.unit != "%" or first == 0
-    if units != {"%", ""}:
-        return False
-    percents, share = (first, second) if gold.unit == "%" else (second, first)
-    return _same_number(percents / 100, share)
-
-
-def _same_number(gold: Fraction, answer: Fraction) -> bool:
-    if gold.denominator == answer.denominator == 1:
-        return gold == answer
-    return abs(gold - answer) <= RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
-
-
-_DASH = re.compile(r"\s*[-\u2010-\u2015\u2212]\s*|(?<=\d)\s+to\s+(?=\d)")
-_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\d+)\}?")
-_LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_JOINED = r"\d+(?:\.\d+)?(?:\s?[-:]\s?\d+(?:\.\d+)?)+|\d+(?:[./]\d+){2,}"
-_NUMBERS = re.compile(
-    rf"(?P<parts>(?:{_JOINED})(?:\s*,\s*(?:{_JOINED}))*)"
-    r"(?:\s+(?P<unit>[A-Za-z°%][^\d]*)|\s*(?P<half>[ap]\.?m\.?))?",
-    re.IGNORECASE,
-)
-"""Scores, ranges, times, dates, versions, telephone numbers: 3-1, 10:30 am, 5/6/2021, 1.2.3."""
-_CODE = re.compile(
-    r"(?=.*[A-Za-z])(?=.*\d)(?!\d+[a-z]+$)(?![a-z]-)[A-Za-z0-9]+(?:-[A-Z0-9]+)*"
-    r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]{1,2}|[A-Za-z]{1,3}-"
-    r"|[A-Z]{1,4}(?:[/&][A-Z]{1,4})+"
-)
-"""B2, H2O, F-16, 5th, C#, A+, AC/DC; not 2x and x-1, which are formulas."""
-
-
-def _literal(text: str) -> Value | None:
-    """An answer that means its characters, although a parser would read a formula: 3-1 is a score,
-    not 2, and B2 is not 2B. None for other answers."""
-    text = _SUBSCRIPT.sub(r"\1", text).replace("\\#", "#").translate(_LOW_DIGITS).rstrip("!?,;: ")
-    if date := _date(text):
-        return Value(date, "")
-    text = _DASH.sub("-", text)
-    if numbers := _NUMBERS.fullmatch(text):
-        parts = re.findall(r"\d+(?:\.\d+)?(?=[-:,\s]|$)|\d+|,", numbers["parts"])
-        unit = re.sub(r"[\s.]", "", numbers["unit"] or numbers["half"] or "")
-        # 05/06 is 5/6, but a telephone number keeps its zeros.
-        parts = [str(int(part)) if re.fullmatch(r"0\d", part) else part for part in parts]
-        return Value("-".join(parts), unit.casefold())
-    text = text.replace(" ", "-")
-    if _CODE.fullmatch(text) and not _FUNCTION.search(text):
-        return Value(re.sub(r"-(?=\w)", "", text).casefold(), "")
-    return None
-
-
-_DATE_FORMATS = (
-    "%b %d %Y", "%d %b %Y", "%Y-%m-%d", "%Y/%m/%d", "%Y.%m.%d", "%d-%m-%Y", "%d/%m/%Y", "%d.%m.%Y",
-    "%m-%d-%Y", "%m/%d/%Y", "%m.%d.%Y",
-)  # fmt: skip
-
-
-def _date(text: str) -> str | None:
-    """Year-month-day; None if it is no date, or if day and month could be confused."""
-    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)?(?: of)?(?=[ ,])|,|(?<=[a-z])\.", "", text)
-    text = re.sub(r"([A-Za-z]{3})[a-z]*", r"\1", text)
-    dates = set()
-    for form in _DATE_FORMATS:
-        with suppress(ValueError):
-            dates.add(f"{datetime.strptime(text, form):%Y-%m-%d}")
-    return dates.pop() if len(dates) == 1 else None
-
-
-# ---- answers -------------------------------------------------------------------------------------
-# Compares answers by their text, as far as that is possible without a formula parser.
-
-_WRAPPERS = (
-    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"),
-    ('"', '"'), ("'", "'"), (r"\boxed{", "}"), (r"\fbox{", "}"), (r"\text{", "}"),
-    (r"\textbf{", "}"), (r"\mathrm{", "}"), (r"\mathbf{", "}"),
-)  # fmt: skip
 _LEAD_IN = re.compile(
     r"(?:so |thus |therefore )?,?\s*(?:the |my )?(?:correct |final )?(?:answer|option|choice)"
     r"(?: is)?\s*:?\s+(?=\S)",
     re.IGNORECASE,
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
-_SPACES = re.compile(r"\\[,;:! ]|~|\\quad|\\qquad|\s+")
-_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|\s+°")
-_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_BOXED = r"\boxed{"
+_PLAIN = (
+    (r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\left|\\right", ""),
+    (r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b|\bdegrees?\b|(?<=\d)\s+°)", "°"),
+    (r"\\%|\s*\b(?:percent|pct)\b", "%"),
+    (r"\\([$#])", r"\1"),
+    (r"([+-]?)\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1\2/\3"),
+    (r"\\[,;:! ]|~|\\q?quad|\s+", " "),
+    (r"(?<=\d)\s*([-:])\s*(?=\d)", r"\1"),
+    (r"(?<=[A-Za-z])_\{?(\d+)\}?", r"\1"),
+)
+_CHARACTERS = str.maketrans("\u2010\u2011\u2012\u2013\u2014\u2212₀₁₂₃₄₅₆₇₈₉", "------0123456789")
 _CHOICE = re.compile(r"[(\[]?(?:([A-Ja-j])[)\].:]*|([A-J])[)\].:]\s*(\S.*))", re.DOTALL)
+_NUMBER = re.compile(
+    r"""(?P<sign>-?)[$€£¥]?(?:(?P<whole>\d+)\s(?=\d+/))?
+    (?P<number>\d+\s?/\s?\d+
+      | (?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)
+    \s?(?P<unit>
+        [°%]
+      | (?:[ckm]m|[km]g|ml|lb|ft|in|hz|[ck]?m/s|km/h|(?<=\s)(?-i:[mgshlLNKJWVA]))(?:\^?[23²³])?
+      | (?!.*(?:hundred|thousand|[mb]illion|dozen|half|quarter|squared|cubed|and|plus|minus|not))
+        (?<=\s)[a-z]{3,}(?:\s[a-z]{3,}){0,2}(?:\^[23])?
+    )?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_LITERAL = re.compile(
+    r"(?=.*(?:\d[-:]|[./]\d+[./])\d)[\d.,:/ -]+(?: [A-Za-z.]+)?|(?=.*\d)(?=.*[A-Z])[A-Za-z\d-]+"
+    r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]+|[A-Za-z]{1,3}-"
+)
+"""An answer that means its characters, although a parser would read a formula: 3-1, 10:30, 1.2.3,
+2021-05-06, B2, F-16, 5th, C#, A+; not 2x and x-1."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
-_AND = re.compile(r",?\s*(?:\\(?:text|mathrm)\s*\{\s*and\s*\}|\band\b)\s*")
-_FUNCTIONS = "arcsin arccos arctan sqrt sin cos tan cot sec csc log ln exp min max det gcd lcm pi"
-_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?=[\W\d_]|$)")
+_AND = re.compile(r",?\s*\band\b\s*")
+_FUNCTIONS = "arcsin|arccos|arctan|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|min|max|det|gcd|lcm|pi"
+_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({_FUNCTIONS})(?=[\W\d_]|$)")
 _OPERATOR = re.compile(r"[\d\\=<>+*/^|≤≥≠√π±∞-]")
 _PUNCTUATION = re.compile(r"[^\w\s](?!\d)")
-_AS_LATEX = (
-    ("**", "^"), ("²", "^{2}"), ("³", "^{3}"), ("°", r"^{\circ}"), ("\u00d7", r"\times "),
-    ("·", r"\cdot "), ("÷", "/"), ("\u2212", "-"), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
-    ("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("∞", r"\infty "), ("±", r"\pm "),
-    ("π", r"\pi "),
-)  # fmt: skip
+_LATEX = (
+    (_AND.pattern, ", "),
+    (_FUNCTION.pattern, r"\\\1 "),
+    (r"\*\*", "^"),
+    ("²", "^{2}"),
+    ("³", "^{3}"),
+    (r"(?<=\d)e([+-]?\d+)", r"*10^\1"),
+    (r"(?<=\d)\s*(?:x|\u00d7)\s*(?=10\s*\^)", "*"),
+    (r"\^\s*(-\d+)", r"^{\1}"),
+    (r"√\s*(\d+|[A-Za-z])|\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
+    ("°", r"^{\\circ}"),
+    ("·", r"\\cdot "),
+    ("∞", r"\\infty "),
+)
+"""Rewrites what the verifier does not read."""
 
 
 def bare(text: str) -> str:
-    """The answer without wrappers: dollars, boxes, quotes, 'the answer is', a final full stop."""
-    text = " ".join(text.split())  # also keeps the regexes below linear in the text's length
-    previous = None
-    while text != previous:
-        previous = text
-        text = text.strip()
-        for opening, closing in _WRAPPERS:
-            inner = text[len(opening) : -len(closing)]
-            if len(text) > len(opening + closing) and text == opening + inner + closing:
-                text = inner if _is_one_pair(inner, opening, closing) else text
-        if text.endswith((".", "。")) and not text.endswith(".."):
-            text = text[:-1]
-        if text.count("$") % 2 == 0 and r"\$" not in text and not text.startswith("$$"):
-            text = text.replace("$", "")  # $ pairs mark several formulas; a single $ is money
-        lead_in = _LEAD_IN.match(text)
-        if lead_in:
-            text = text[lead_in.end() :]
-    return text
+    """The answer without wrappers: dollars, a box, stars, 'the answer is', a final full stop."""
+    text = re.sub(r"\\[()\[\]]", "", " ".join(text.split()))
+    if text.count("$") % 2 == 0 and r"\$" not in text:
+        text = text.replace("$", "")  # $ pairs mark formulas; a single $ is money
+    text = _LEAD_IN.sub("", text.strip(' *`"'), 1)
+    boxed = last_boxed(text)
+    return (text if boxed is None else boxed).lstrip(' *`"#').rstrip(' .。*`"')
 
 
-def _is_one_pair(inner: str, opening: str, closing: str) -> bool:
-    """Whether the delimiters belong together: no in `$1$ or $2$` and `\\text{a} \\text{b}`."""
-    if closing == "}":
-        return up_to_closing_brace(inner + "}") == inner
-    return opening not in inner and closing not in inner
-
-
-def up_to_closing_brace(text: str) -> str | None:
-    """The text up to the brace that closes one opened just before it; None if it stays open."""
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete \\boxed{}."""
+    _, found, rest = text.rpartition(_BOXED)
     depth = 1
-    for brace in re.finditer(r"[{}]", text):
+    for brace in re.finditer(r"[{}]", rest if found else ""):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[: brace.start()]
+            return rest[: brace.start()]
     return None
 
 
 def plain(text: str) -> str:
     """A bare answer without LaTeX markup for text, spaces, signs and fractions of integers."""
-    text = _TEXT.sub(r" \1 ", text).replace(r"\left", "").replace(r"\right", "")
-    text = text.replace(r"\%", "%").replace(r"\$", "$")
-    text = re.sub(r"^\\?#(?=\d)", "", text)  # a shirt's number: #5
-    text = _FRACTION.sub(r"\1\2/\3", _DEGREES.sub("°", text))
-    return _SPACES.sub(" ", text).strip()
+    text = text.translate(_CHARACTERS)
+    for pattern, replacement in _PLAIN:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether two bare answers are equal; None if only the mathematical verifier can tell. The
-    gold's kind decides how: text, an option, a date, a number with its unit, a literal (a score, a
-    code, ...), a formula."""
+    """Whether two bare answers are equal; None if only the mathematical verifier can tell."""
     plain_gold, plain_answer = plain(gold), plain(answer)
     if is_same_text(plain_gold, plain_answer):
         return True
     by_choice = _compare_choices(plain_gold, plain_answer)
     if by_choice is not None:
         return by_choice
-    value, answered = read_value(plain_gold), read_value(plain_answer)
-    if value and answered:
-        return same_value(value, answered)
-    # A number may still equal a formula.
-    if any(each and isinstance(each.content, str) for each in (value, answered)):
+    number, answered = read_number(plain_gold), read_number(plain_answer)
+    if number and answered:
+        return same_quantity(*number, *answered)
+    if _LITERAL.fullmatch(plain_gold) or _LITERAL.fullmatch(plain_answer):
         return False
-    if is_formula(gold) and not _has_words(answer):
+    if _OPERATOR.search(gold) and not (_has_words(plain_gold) or _has_words(plain_answer)):
         return None
     return _normalized(plain_gold) == _normalized(plain_answer) != ""
 
@@ -352,9 +175,34 @@ def _choice(text: str) -> tuple[str, str]:
     return (match[1] or match[2], match[3] or "") if match else ("", "")
 
 
-def is_formula(text: str) -> bool:
-    """Whether a bare answer is a formula: it has a digit or an operator, and no words."""
-    return bool(_OPERATOR.search(text)) and not _has_words(text)
+def read_number(text: str) -> tuple[Fraction, str] | None:
+    """(number, its unit or '') of a plain answer such as '1,200.5 cm', '50%', '$3' or '1 1/2'; None
+    for others, such as '5x'. A unit of a single letter or of words needs a space before it."""
+    match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
+    if match is None:
+        return None
+    try:
+        number = Fraction(re.sub(r"[\s,]", "", match["number"])) + Fraction(match["whole"] or 0)
+    except ZeroDivisionError:
+        return None
+    unit = re.sub(r"(?<=\w\w)s$|\^", "", (match["unit"] or "").casefold())
+    return (-number if match["sign"] else number), unicodedata.normalize("NFKC", unit)
+
+
+def same_quantity(gold: Fraction, unit: str, answer: Fraction, answer_unit: str) -> bool:
+    """Whether number and unit are the same. A unit that only one of them has is ignored, but a
+    percentage equals a plain gold only as a fraction of 1; 50 % may also be written 50 or 0.5."""
+    if unit and answer_unit:
+        return unit == answer_unit and _same_number(gold, answer)
+    if answer_unit == "%":
+        return _same_number(gold, answer / 100)
+    return _same_number(gold, answer) or (unit == "%" and _same_number(gold, answer * 100))
+
+
+def _same_number(gold: Fraction, answer: Fraction) -> bool:
+    if gold.denominator == answer.denominator == 1:
+        return gold == answer
+    return abs(gold - answer) <= RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
 
 
 def _has_words(text: str) -> bool:
@@ -363,20 +211,11 @@ def _has_words(text: str) -> bool:
     return "$" in text or bool(_WORD.search(without_names))
 
 
-def needs_verifier(gold: str) -> bool:
-    """Whether a bare gold answer is a formula and no value or option."""
-    text = plain(gold)
-    return is_formula(gold) and not (read_value(text) or _choice(text)[1])
-
-
 def as_latex(text: str) -> str:
     """A bare answer in the LaTeX notation that the verifier reads."""
-    text = _SPACES.sub(" ", _AND.sub(", ", text))
-    text = _FUNCTION.sub(lambda match: rf"\{match[1]} ", text)
-    for symbol, latex in _AS_LATEX:
-        text = text.replace(symbol, latex)
-    text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
-    return re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    for pattern, latex in _LATEX:
+        text = re.sub(pattern, latex, text)
+    return text
 
 
 def _normalized(text: str) -> str:
@@ -387,8 +226,6 @@ def _normalized(text: str) -> str:
 
 # ---- accuracy ------------------------------------------------------------------------------------
 # Reward plugin: 1 if the policy's answer equals the sample's known answer, else 0.
-
-_BOXED = r"\boxed{"
 
 
 class Config(PluginConfig):
@@ -411,7 +248,7 @@ class UnreadableGoldError(ValueError):
 class Accuracy(Reward[Config]):
     """Compares the last `<answer>...</answer>` of the policy's words with the gold, which is
     `Sample.hidden['answer']`: multiple choice by letter or text, numbers with percent, units and
-    thousands commas, dates, scores and codes as they are written, text regardless of case and
+    thousands commas, codes, scores and dates as they are written, other text regardless of case and
     punctuation, formulas by symbolic equality. A letter does not equal its text if only the
     question says which belong together."""
 
@@ -436,7 +273,7 @@ class Accuracy(Reward[Config]):
         answer = self._answer(reward_input.words)
         try:
             gold = read_gold(reward_input.sample.hidden, self.config.answer_tag)
-            right, undecided = await self._compare(gold, answer)
+            verdict = await self._compare(gold, answer)
         except UnreadableGoldError as error:
             # The gold is not quoted: failures are written into episode records.
             return RewardOutput(
@@ -444,8 +281,8 @@ class Accuracy(Reward[Config]):
             )
         except TimeoutError as error:
             return RewardOutput(None, failure=f"timeout: {error}")
-        parts = {"parsed": float(bool(answer)), "undecided": float(undecided)}
-        return RewardOutput(float(right), parts, seconds=time.monotonic() - started)
+        parts = {"parsed": float(bool(answer)), "undecided": float(verdict == "too_costly")}
+        return RewardOutput(float(verdict == "equal"), parts, seconds=time.monotonic() - started)
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' if there is none, or if it is too long."""
@@ -456,24 +293,16 @@ class Accuracy(Reward[Config]):
             return ""
         return bare(answer)
 
-    async def _compare(self, gold: str, answer: str) -> tuple[bool, bool]:
-        """(equal, undecided). Raises UnreadableGoldError and TimeoutError."""
-        if answer and is_same_text(gold, answer):
-            return True, False
-        if needs_verifier(gold) and await self._ask_maths(gold, None) != "readable":
-            raise UnreadableGoldError("cannot be read as a formula")
-        if not answer:
-            return False, False
-        same = compare(gold, answer)
+    async def _compare(self, gold: str, answer: str) -> str:
+        """'equal', 'different' or 'too_costly'. Raises UnreadableGoldError and TimeoutError."""
+        same = compare(gold, answer) if answer else False
         if same is not None:
-            return same, False
-        verdict = await self._ask_maths(gold, answer)
-        return verdict == "equal", verdict == "too_costly"
-
-    async def _ask_maths(self, gold: str, answer: str | None) -> str:
-        latex = None if answer is None else as_latex(answer)
-        compare = partial(self._maths.compare, as_latex(gold), latex)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, compare)
+            return "equal" if same else "different"
+        ask = partial(self._maths.compare, as_latex(gold), as_latex(answer))
+        verdict = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
+        if verdict == "unreadable_gold":
+            raise UnreadableGoldError("cannot be read as a formula")
+        return verdict
 
 
 def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
@@ -490,12 +319,6 @@ def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
     if not text:
         raise UnreadableGoldError("empty")
     return text
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{}."""
-    _, found, rest = text.rpartition(_BOXED)
-    return up_to_closing_brace(rest) if found else None
 
 
 # ---- format --------------------------------------------------------------------------------------

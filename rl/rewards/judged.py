@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -61,9 +61,7 @@ class RepeatsConfig(PluginConfig):
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
-        if self.temperature is not None:
-            self.temperature_with(self.temperature)
+    def _has_its_prompts(self) -> Self:
         self.read_prompts()
         return self
 
@@ -74,16 +72,6 @@ class RepeatsConfig(PluginConfig):
             read_prompt(getattr(self, key), PROMPTS / file if file else None, key)
             for key, file in files.items()
         ]
-
-    def temperature_with(self, judge_temperature: float) -> float:
-        """The temperature to ask at. Raises ValueError if it is 0 and makes all repeats equal."""
-        temperature = judge_temperature if self.temperature is None else self.temperature
-        if self.n_evals > 1 and temperature == 0:
-            raise ValueError(
-                f"n_evals={self.n_evals} at judge temperature 0 gets the same answer "
-                f"{self.n_evals} times: set the reward's temperature above 0, or its n_evals to 1"
-            )
-        return temperature
 
 
 def numbered(sources: Sequence[Image]) -> list[str | Image]:
@@ -104,11 +92,9 @@ class JudgedReward(Reward[RepeatsT]):
     questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
-        """Raises ValueError if the judge's temperature makes all repeats equal."""
         super().__init__(config, resources)
         assert resources.judge is not None, "needs_judge is True"
         self.judge = resources.judge
-        self.temperature = config.temperature_with(self.judge.config.temperature)
         self._prompts = config.read_prompts()
         self._prompts_of_several = config.read_prompts(of_several=True)
 
@@ -119,19 +105,16 @@ class JudgedReward(Reward[RepeatsT]):
     @classmethod
     def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
         """Reports repeats at temperature 0, which would all get the same answer."""
-        try:
-            config.temperature_with(run.judge.temperature)
-        except ValueError as error:
-            yield f"n_evals: {error}"
+        temperature = run.judge.temperature if config.temperature is None else config.temperature
+        if config.n_evals > 1 and temperature == 0:
+            yield (
+                f"n_evals: n_evals={config.n_evals} at judge temperature 0 gets the same answer "
+                f"{config.n_evals} times: set the reward's temperature above 0, or its n_evals to 1"
+            )
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         """The questions of one reading; `pictures` has at least those that the reward `needs`."""
-
-    def asked_for(self, ranges: Ranges, *parts: str | Image) -> Asked:
-        """A question of these parts; its reply has a number for each name in `ranges`."""
-        question = Question(parts, fields_schema(ranges), self.temperature)
-        return question, partial(read_fields, ranges=ranges)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
         """The prompt of each of the config's `own_prompts`, for one or several sources."""
@@ -233,7 +216,7 @@ class PairedQuestions(JudgedReward[VieScoreT]):
         ]
 
     def _asked(self, marks: Sequence[str], *parts: str | Image) -> Asked:
-        question = Question(parts, scores_schema(len(marks), 0, 10), self.temperature)
+        question = Question(parts, scores_schema(len(marks), 0, 10), self.config.temperature)
         return question, partial(read_scores, count=len(marks), low=0, high=10)
 
     def reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
@@ -293,10 +276,34 @@ class VieScoreT2I(PairedQuestions[VieScoreT2IConfig]):
     semantic_marks = ("prompt_following",)
 
 
+# ---- one question --------------------------------------------------------------------------------
+# Base class of rewards whose one question is answered by a number under each of some names.
+
+
+class OneQuestion(JudgedReward[RepeatsT]):
+    """The parts are the judge's numbers."""
+
+    ranges: Ranges
+    shows: Sequence[str]
+    """What the judge sees, in this order: 'prompt', and names of `Pictures`."""
+
+    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
+        [prompt] = self.prompts_for(pictures)
+        shown: dict[str, Sequence[str | Image]] = {
+            **pictures,
+            "source": numbered(pictures.get("source", ())),
+            "prompt": [fill_prompt(prompt, instruction)],
+        }
+        parts = tuple(part for name in self.shows for part in shown[name])
+        question = Question(parts, fields_schema(self.ranges), self.config.temperature)
+        return [(question, partial(read_fields, ranges=self.ranges))]
+
+    def reading(self, marks: Marks) -> Mapping[str, float]:
+        return dict(zip(self.ranges, marks, strict=True))
+
+
 # ---- edit quality --------------------------------------------------------------------------------
 # Reward plugin: the judge scores how well an edit follows the instruction, and its quality.
-
-FIELDS = ("alignment", "quality")
 
 
 class EditQualityConfig(RepeatsConfig):
@@ -323,20 +330,13 @@ class EditQualityConfig(RepeatsConfig):
         return self
 
 
-class EditQuality(JudgedReward[EditQualityConfig]):
+class EditQuality(OneQuestion[EditQualityConfig]):
     """Grades one edit: value = (w_a alignment + w_q quality) / (w_a + w_q), both scores 0 to 1."""
 
     needs = frozenset({"source", "image"})
-    unit_parts = frozenset(FIELDS)
-
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        text = fill_prompt(self.prompts_for(pictures)[0], instruction)
-        sources = numbered(pictures["source"])
-        ranges = dict.fromkeys(FIELDS, (0.0, 1.0))
-        return [self.asked_for(ranges, *sources, text, *pictures["image"])]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        return dict(zip(FIELDS, marks, strict=True))
+    ranges = {"alignment": (0.0, 1.0), "quality": (0.0, 1.0)}
+    shows = ("source", "prompt", "image")
+    unit_parts = frozenset(ranges)
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         weights = self.config.alignment_weight, self.config.quality_weight
@@ -356,19 +356,13 @@ class GroundScoreConfig(RepeatsConfig):
     the prompt, then the policy's picture."""
 
 
-class GroundScore(JudgedReward[GroundScoreConfig]):
+class GroundScore(OneQuestion[GroundScoreConfig]):
     """Grades one picture, `score` 0 to 10. The judge sees the reference (`Sample.target`) and the
     policy's picture, not the source or the instruction."""
 
     needs = frozenset({"target", "image"})
-
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        [prompt] = self.prompts_for(pictures)
-        ranges = {"score": (0.0, 10.0)}
-        return [self.asked_for(ranges, *pictures["target"], prompt, *pictures["image"])]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        return {"score": marks[0]}
+    ranges = {"score": (0.0, 10.0)}
+    shows = ("target", "prompt", "image")
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["score"] / 10
@@ -463,10 +457,8 @@ class Score(Section):
     """Worst value."""
     high: Bound = 10.0
     """Best value."""
-    weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min", "sqrt_min")] = 1.0
+    weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min")] = 1.0
     """Weight in the mean, under combine 'weighted'."""
-    group: Annotated[str, Unread("combine", "weighted", "min")] = ""
-    """Under combine 'sqrt_min': scores with the same group are joined by their minimum."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -484,64 +476,50 @@ class RubricConfig(RepeatsConfig):
     JSON object with these scores and their ranges is appended to it."""
     scores: dict[MetricName, Score]
     """Name -> range and weight, e.g. `{success: {low: 0, high: 5, weight: 2}, identity: {}}`."""
-    combine: Literal["weighted", "min", "sqrt_min"] = "weighted"
-    """How scores, each scaled to 0..1, become the reward. weighted: their weighted mean; min: their
-    minimum; sqrt_min: square root of the product of two groups' minima (VIEScore)."""
+    combine: Literal["weighted", "min"] = "weighted"
+    """How scores, each scaled to 0..1, become the reward: by their weighted mean or minimum."""
     shows: list[Literal["source", "prompt", "image", "target"]] = ["source", "prompt", "image"]
     """What the judge gets, in this order: source pictures (several are numbered), question, the
     policy's picture, the data's reference edit."""
 
     @model_validator(mode="after")
     def _can_be_combined(self) -> Self:
-        scores, shown = self.scores.values(), set(self.shows)
+        shown = set(self.shows)
         if reserved := {"reasoning", "overall"} & self.scores.keys():
             raise ValueError(f"scores.{min(reserved)}: this name is used already; choose another")
-        if not any(each.weight for each in scores):
+        if not any(each.weight for each in self.scores.values()):
             raise ValueError("scores: give at least one, with a weight, e.g. { success: {} }")
-        groups = sorted({each.group for each in scores})
-        if self.combine == "sqrt_min" and len(groups) != 2:
-            raise ValueError(f"scores: sqrt_min joins two groups, but `group` is {groups} here")
         if not {"prompt", "image"} <= shown or len(shown) < len(self.shows):
             raise ValueError(f"shows: {self.shows}; needs 'prompt' and 'image', each name once")
         return self
 
 
-class Rubric(JudgedReward[RubricConfig]):
+class Rubric(OneQuestion[RubricConfig]):
     """Grades one picture; part `overall` is the value, the others are the judge's own numbers."""
 
     needs = frozenset({"image"})
     unit_parts = frozenset({"overall"})
 
+    def __init__(self, config: RubricConfig, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.ranges = {name: (score.low, score.high) for name, score in config.scores.items()}
+        self.shows = config.shows
+        keys = [f'"{name}": <{low:g} to {high:g}>' for name, (low, high) in self.ranges.items()]
+        example = "{" + ", ".join(['"reasoning": "..."', *keys]) + "}"
+        prompt = f"{self._prompts[0]}\n\n{REPLY}\n{example}"
+        self._prompts = self._prompts_of_several = [prompt]
+
     @classmethod
     def needs_with(cls, config: RubricConfig) -> Set[str]:
         return set(config.shows) - {"prompt"}
 
-    def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        [prompt] = self.prompts_for(pictures)
-        ranges = {name: (score.low, score.high) for name, score in self.config.scores.items()}
-        keys = [f'"{name}": <{low:g} to {high:g}>' for name, (low, high) in ranges.items()]
-        example = "{" + ", ".join(['"reasoning": "..."', *keys]) + "}"
-        shown: dict[str, Sequence[str | Image]] = {
-            **pictures,
-            "source": numbered(pictures.get("source", ())),
-            "prompt": [f"{fill_prompt(prompt, instruction)}\n\n{REPLY}\n{example}"],
-        }
-        return [self.asked_for(ranges, *(p for name in self.config.shows for p in shown[name]))]
-
-    def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        scores, combine = self.config.scores, self.config.combine
-        units: dict[str, list[float]] = {}
-        weighted_sum = 0.0
-        for mark, score in zip(marks, scores.values(), strict=True):
-            unit = (mark - score.low) / (score.high - score.low)
-            units.setdefault(score.group, []).append(unit)
-            weighted_sum += score.weight * unit
-        minima = [min(group) for group in units.values()]
-        if combine == "weighted":
-            overall = weighted_sum / sum(score.weight for score in scores.values())
-        else:
-            overall = min(minima) if combine == "min" else math.prod(minima) ** 0.5
-        return {**dict(zip(scores, marks, strict=True)), "overall": min(1.0, overall)}
+    def reading(self, marks: Marks) -> Mapping[str, float]:
+        ranges, weights = self.ranges.values(), [s.weight for s in self.config.scores.values()]
+        units = [(m - low) / (high - low) for m, (low, high) in zip(marks, ranges, strict=True)]
+        overall = min(units)
+        if self.config.combine == "weighted":
+            overall = sum(map(mul, weights, units)) / sum(weights)
+        return {**super().reading(marks), "overall": min(1.0, overall)}
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["overall"]
@@ -569,12 +547,10 @@ class ExpectedScoreConfig(RepeatsConfig):
     min_legal_mass: Annotated[float, Field(gt=0, le=1)] = 0.9
     """A reply with less probability on all digits together is unreadable: the judge wanted to write
     something else."""
-
-    @model_validator(mode="after")
-    def _asks_once(self) -> Self:
-        if self.n_evals > 1 or self.temperature is not None:
-            raise ValueError("n_evals, temperature: the probabilities depend on neither; drop them")
-        return self
+    n_evals: Literal[1] = 1
+    """The probabilities are the same each time."""
+    temperature: None = None
+    """The probabilities do not depend on it."""
 
 
 class ExpectedScore(JudgedReward[ExpectedScoreConfig]):
@@ -656,8 +632,8 @@ class SpatialReward(PairedQuestions[SpatialRewardConfig]):
         semantics, perception = self.prompts_for(pictures)
         text, [image] = fill_prompt(semantics, instruction), pictures["image"]
         shown: list[str | Image] = [*pictures["source"], image, text]
-        meaning = Question(tuple(shown), _GROUNDED, self.temperature)
-        quality = Question((image, perception), _SCORES, self.temperature)
+        meaning = Question(tuple(shown), _GROUNDED, self.config.temperature)
+        quality = Question((image, perception), _SCORES, self.config.temperature)
         return [(meaning, read_grounded), (quality, _read_marks)]
 
     def joined(self, semantics: Marks, perception: Marks) -> tuple[float, float, float]:

@@ -13,8 +13,8 @@ import sys
 from functools import lru_cache
 from typing import Any, Literal, cast
 
-Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
-"""'readable': the gold can be parsed (a question without answer). 'too_costly': the worker died."""
+Verdict = Literal["unreadable_gold", "equal", "different", "too_costly"]
+"""'too_costly': the worker died."""
 
 START_TIMEOUT_S = 300.0
 REMEMBERED_QUESTIONS = 8192
@@ -28,8 +28,8 @@ class MathsProcess:
 
     math-verify limits its time with signals, which work only in a main thread and do not stop C
     code (a power tower). So the worker is this file run as a script, and the kernel kills it when a
-    comparison takes more than `cpu_s`. It reads JSON lines `{"gold": ..., "answer": ... | null,
-    "cpu_s": ...}` and replies to each with a `Verdict`. Nothing is evaluated as Python.
+    comparison takes more than `cpu_s`. It reads JSON lines `{"gold": ..., "answer": ..., "cpu_s":
+    ...}` and replies to each with a `Verdict`. Nothing is evaluated as Python.
     """
 
     def __init__(self, cpu_s: int) -> None:
@@ -44,8 +44,8 @@ class MathsProcess:
         with self._process:  # waits for its end, and closes the pipes
             self._process.kill()
 
-    def _compare(self, gold: str, answer: str | None) -> Verdict:
-        """The verdict on two LaTeX expressions; without an answer, whether the gold can be read.
+    def _compare(self, gold: str, answer: str) -> Verdict:
+        """The verdict on two LaTeX expressions.
 
         'too_costly' if the worker dies of the question. Raises TimeoutError if the machine is too
         busy to reply, RuntimeError if the worker cannot be started.
@@ -118,15 +118,13 @@ def main() -> None:
         print(verdict, file=replies)
 
 
-def judge(gold: str, answer: str | None) -> str:
+def judge(gold: str, answer: str) -> str:
     """The verdict on one question."""
     from math_verify import verify
 
     golds = read(gold)
     if not golds:
         return "unreadable_gold"
-    if answer is None:
-        return "readable"
     answers = read(answer)
     same = bool(answers) and verify(golds, answers, timeout_seconds=None)
     return "equal" if same and not _both_tiny_and_unequal(golds[0], answers[0]) else "different"

@@ -1,19 +1,17 @@
-"""Results of known quality for an audit: of the data, made up, in labelled sets, and attacks."""
+"""Results of known quality for an audit: of the data, drawn, in labelled pairs, and attacks."""
 
 from __future__ import annotations
 
-import io
 import random
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 
 from rl import build
 from rl.api.data import DataSource
@@ -21,8 +19,6 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.build import Resolved
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import ConfigError
-from rl.files import open_picture, read_rows
-from rl.printing import excerpt
 from rl.rollout.episodes import first_samples
 
 # ---- audit cases ---------------------------------------------------------------------------------
@@ -38,7 +34,7 @@ KINDS = {
     "partial": "half of the edit",
     "over_edit": "the edit, and other changes",
     "other_result": "another sample's result",
-    "degraded": "the right result, blurred and compressed",
+    "degraded": "the right result, at an eighth of the resolution",
     "other_instruction": "the right result, judged by another instruction",
     "exchanged": "source and result exchanged",
     "worse": "the worse one of a labelled pair",
@@ -76,7 +72,8 @@ def case_of(sample: Sample, other: Sample, drawn: Mapping[str, Image.Image]) -> 
         results = {**made, **results, "no_edit": source}
     if other.target is not None:
         results["other_result"] = other.target.convert("RGB").resize(target.size)
-    results["degraded"] = degraded(target)
+    small = target.resize([max(1, side // 8) for side in target.size])
+    results["degraded"] = small.resize(target.size, Image.Resampling.NEAREST)
     shown = {
         kind: (sample, picture)
         for kind, picture in results.items()
@@ -103,14 +100,6 @@ def cases_of(samples: Sequence[Sample], num_cases: int) -> list[Case]:
     return cases
 
 
-def degraded(picture: Image.Image) -> Image.Image:
-    """An eighth of the resolution, and JPEG of quality 10."""
-    small = picture.resize([max(1, side // 8) for side in picture.size])
-    file = io.BytesIO()
-    small.resize(picture.size, Image.Resampling.NEAREST).save(file, "JPEG", quality=10)
-    return open_picture(file, ("JPEG",)).convert("RGB")
-
-
 def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | None:
     """Wrong results [h, w, 3] uint8 made from the pixels that an edit changes; None if none do."""
     changed = np.abs(source.astype(int) - target).max(-1) > CHANGED
@@ -122,13 +111,12 @@ def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | 
     partial = target.copy()
     partial[:, (left + right) // 2 :] = source[:, (left + right) // 2 :]
     results["partial"] = partial
-    width = changed.shape[1]
     if changed.mean() < 0.5:
         results["over_edit"] = np.where(changed[..., None], target, 255 - target)
-    if 2 * (right - left) <= width:  # there is room for the edit on the other side
-        moved, start = source.copy(), 0 if left >= width - right else width - (right - left)
-        patch = target[top:bottom, left:right]
-        moved[top:bottom, start : start + patch.shape[1]] = patch
+    size, width = right - left, changed.shape[1]
+    if max(left, width - right) >= size:  # there is room for the edit beside it
+        moved, start = source.copy(), 0 if left >= size else width - size
+        moved[top:bottom, start : start + size] = target[top:bottom, left:right]
         results["wrong_object"] = moved
     return {kind: Image.fromarray(picture) for kind, picture in results.items()}
 
@@ -143,7 +131,6 @@ COLOURS = {
     "blue": (40, 90, 210),
     "yellow": (245, 205, 40),
     "purple": (125, 50, 160),
-    "orange": (240, 125, 30),
     "white": (250, 250, 250),
     "black": (25, 25, 25),
 }
@@ -153,7 +140,8 @@ BACKGROUNDS = {
     "beige": (225, 212, 185),
     "pink": (240, 195, 205),
 }
-FORMS = ("circle", "square", "triangle", "star", "cross")
+FORMS = {"triangle": 3, "square": 4, "hexagon": 6, "circle": 72}
+"""Name -> number of corners."""
 PLACES = {
     "top left": (0.25, 0.25),
     "top right": (0.75, 0.25),
@@ -161,8 +149,7 @@ PLACES = {
     "bottom right": (0.75, 0.75),
 }
 """Where an object is -> its centre (x, y), as shares of the side."""
-PHOTOS = ("china.jpg", "flower.jpg")
-"""Photographs that the package scikit-learn contains (CC BY, see its `datasets/images`)."""
+EDITS = ("colour", "remove", "add", "background")
 
 
 class Thing(NamedTuple):
@@ -176,10 +163,6 @@ class Thing(NamedTuple):
     def name(self) -> str:
         return f"{self.colour} {self.form}"
 
-    @property
-    def with_article(self) -> str:
-        return f"{'an' if self.colour == 'orange' else 'a'} {self.name}"
-
 
 @dataclass(frozen=True)
 class Drawing:
@@ -188,51 +171,28 @@ class Drawing:
     background: str
     things: tuple[Thing, ...]
 
-    def with_thing(self, old: Thing, *new: Thing) -> Drawing:
-        """The scene with `old` replaced by `new` (nothing: removed)."""
-        kept = (new if thing == old else (thing,) for thing in self.things)
-        return replace(self, things=tuple(thing for things in kept for thing in things))
-
-
-class Edit(NamedTuple):
-    """An instruction with the scenes it may lead to."""
-
-    category: str
-    instruction: str
-    right: Drawing
-    wrong: Mapping[str, Drawing]
-    """Kind of a wrong result (`KINDS`) -> its scene."""
+    def with_thing(self, old: Thing | None, *new: Thing) -> Drawing:
+        """The scene without `old`, and with `new`."""
+        return replace(self, things=(*(thing for thing in self.things if thing != old), *new))
 
 
 def scene_cases(num_cases: int, seed: int, with_sources: bool) -> list[Case]:
-    """`num_cases` cases of drawn scenes; without sources the instruction describes the picture.
-    With sources, every sixth case edits a photograph, if scikit-learn is installed."""
-    photos = _photos() if with_sources else []
-    made = [_made(number, seed, with_sources, photos) for number in range(num_cases + 1)]
+    """`num_cases` cases of drawn scenes; without sources the instruction describes the picture."""
+    made = [_made(number, seed, with_sources) for number in range(num_cases + 1)]
     cases = (case_of(sample, other, drawn) for (sample, drawn), (other, _) in pairwise(made))
     return [case for case in cases if case is not None]
 
 
-def _made(
-    number: int, seed: int, with_sources: bool, photos: Sequence[Image.Image]
-) -> tuple[Sample, Mapping[str, Image.Image]]:
+def _made(number: int, seed: int, with_sources: bool) -> tuple[Sample, Mapping[str, Image.Image]]:
     """Sample `number` and the wrong results that are drawn rather than derived."""
     rng = random.Random(f"audit:{seed}:{number}")
-    name = f"scene-{seed}-{number}"
-    if photos and number % 6 == 5:
-        instruction, source, target, wrong = _photo_edit(rng, photos[number // 6 % len(photos)])
-        return Sample(name, instruction, (source,), target, category="photo"), wrong
-    scene = _scene(rng)
-    if not with_sources:
-        edit = _caption(rng, scene)
-        wrong = {kind: draw(drawing) for kind, drawing in edit.wrong.items()}
-        sample = Sample(name, edit.instruction, target=draw(scene), category=edit.category)
-        return sample, wrong
-    edit = (_recolour, _remove, _add, _repaint)[number % 4](rng, scene)
-    sample = Sample(
-        name, edit.instruction, (draw(scene),), draw(edit.right), category=edit.category
-    )
-    return sample, {kind: draw(drawing) for kind, drawing in edit.wrong.items()}
+    forms, colours, places = (rng.sample(list(each), 3) for each in (FORMS, COLOURS, PLACES))
+    scene = Drawing(rng.choice(list(BACKGROUNDS)), tuple(map(Thing, forms, colours, places)))
+    category = EDITS[number % len(EDITS)] if with_sources else "caption"
+    instruction, right, wrong = _edit(rng, scene, category)
+    sources = (draw(scene),) if with_sources else ()
+    sample = Sample(f"scene-{seed}-{number}", instruction, sources, draw(right), category=category)
+    return sample, {kind: draw(drawing) for kind, drawing in wrong.items()}
 
 
 def draw(scene: Drawing) -> Image.Image:
@@ -242,157 +202,56 @@ def draw(scene: Drawing) -> Image.Image:
     pen = ImageDraw.Draw(picture)
     for thing in scene.things:
         x, y = (share * large for share in PLACES[thing.place])
-        pen.polygon(_outline(thing.form, x, y, 0.16 * large), COLOURS[thing.colour])
+        pen.regular_polygon((x, y, 0.16 * large), FORMS[thing.form], 0, COLOURS[thing.colour])
     return picture.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
 
 
-def _outline(form: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
-    """Corners of a form around (x, y)."""
-    if form == "cross":
-        arm, end = radius / 3, radius
-        corner = [(arm, end), (arm, arm), (end, arm)]
-        points = [(a, b) for a, b in corner]
-        quarters = [points, [(b, -a) for a, b in points]]
-        quarters += [[(-a, -b) for a, b in quarter] for quarter in quarters]
-        return [(x + a, y + b) for quarter in quarters for a, b in quarter]
-    corners = {"circle": 72, "square": 4, "triangle": 3, "star": 10}[form]
-    turn = np.pi / 4 if form == "square" else -np.pi / 2
-    outline = []
-    for i in range(corners):
-        angle = turn + 2 * np.pi * i / corners
-        reach = radius * (0.45 if form == "star" and i % 2 else 1.0)
-        outline.append((x + reach * np.cos(angle), y + reach * np.sin(angle)))
-    return outline
-
-
-def _scene(rng: random.Random) -> Drawing:
-    forms, colours = rng.sample(FORMS, 3), rng.sample(list(COLOURS), 3)
-    places = rng.sample(list(PLACES), 3)
-    things = map(Thing, forms, colours, places)
-    return Drawing(rng.choice(list(BACKGROUNDS)), tuple(things))
-
-
-def _new_colour(rng: random.Random, scene: Drawing, *also_not: str) -> str:
-    used = {*also_not, *(thing.colour for thing in scene.things)}
-    return rng.choice([colour for colour in COLOURS if colour not in used])
-
-
-def _recolour(rng: random.Random, scene: Drawing) -> Edit:
+def _edit(
+    rng: random.Random, scene: Drawing, category: str
+) -> tuple[str, Drawing, Mapping[str, Drawing]]:
+    """(instruction, its right result, kind -> a wrong result) of one of the `EDITS`; 'caption'
+    describes the scene, for judges of pictures without a source."""
     thing, other, third = rng.sample(scene.things, 3)
-    colour = _new_colour(rng, scene)
-    another = _new_colour(rng, scene, colour)
-    right = scene.with_thing(thing, thing._replace(colour=colour))
-    return Edit(
-        "colour",
-        f"Change the colour of the {thing.name} to {colour}.",
-        right,
-        {
-            "wrong_object": scene.with_thing(other, other._replace(colour=colour)),
-            "wrong_colour": scene.with_thing(thing, thing._replace(colour=another)),
-            "over_edit": right.with_thing(third, third._replace(colour=another)),
-        },
-    )
-
-
-def _remove(rng: random.Random, scene: Drawing) -> Edit:
-    thing, other, third = rng.sample(scene.things, 3)
-    right = scene.with_thing(thing)
-    return Edit(
-        "remove",
-        f"Remove the {thing.name}.",
-        right,
-        {
-            "wrong_object": scene.with_thing(other),
-            "wrong_colour": scene.with_thing(thing, thing._replace(colour=_new_colour(rng, scene))),
-            "over_edit": right.with_thing(third),
-        },
-    )
-
-
-def _add(rng: random.Random, scene: Drawing) -> Edit:
-    colour = _new_colour(rng, scene)
-    form = rng.choice([f for f in FORMS if f not in {thing.form for thing in scene.things}])
-    [place] = PLACES.keys() - {thing.place for thing in scene.things}
-    new, other = Thing(form, colour, place), rng.choice(scene.things)
-    right = replace(scene, things=(*scene.things, new))
-
-    def added(thing: Thing) -> Drawing:
-        return replace(scene, things=(*scene.things, thing))
-
-    return Edit(
-        "add",
-        f"Add {new.with_article} in the empty {place} corner.",
-        right,
-        {
-            "wrong_object": added(new._replace(form=other.form)),
-            "wrong_colour": added(new._replace(colour=_new_colour(rng, scene, colour))),
-            "over_edit": right.with_thing(other),
-        },
-    )
-
-
-def _repaint(rng: random.Random, scene: Drawing) -> Edit:
-    background, another = rng.sample([b for b in BACKGROUNDS if b != scene.background], 2)
-    thing = rng.choice(scene.things)
-    right = replace(scene, background=background)
-    return Edit(
-        "background",
-        f"Make the background {background}.",
-        right,
-        {
-            "wrong_object": scene.with_thing(thing, thing._replace(colour=_new_colour(rng, scene))),
-            "wrong_colour": replace(scene, background=another),
-            "over_edit": right.with_thing(thing),
-        },
-    )
-
-
-def _caption(rng: random.Random, scene: Drawing) -> Edit:
-    """The scene described in words, for judges of pictures without a source."""
-    described = ", ".join(f"{thing.with_article} at the {thing.place}" for thing in scene.things)
-    thing = rng.choice(scene.things)
-    form = rng.choice([f for f in FORMS if f not in {thing.form for thing in scene.things}])
-    recoloured = thing._replace(colour=_new_colour(rng, scene))
-    return Edit(
-        "caption",
-        f"On a {scene.background} background: {described}, and nothing else.",
-        scene,
-        {
-            "wrong_object": scene.with_thing(thing, thing._replace(form=form)),
-            "wrong_colour": scene.with_thing(thing, recoloured),
-            "partial": scene.with_thing(thing),
-        },
-    )
-
-
-def _photos() -> list[Image.Image]:
-    """Those of the photographs that are installed, 512x512 px; [] without scikit-learn. The package
-    is not imported, because that takes seconds."""
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        return []
-    folder = Path(package.origin).parent / "datasets" / "images"
-    files = [folder / name for name in PHOTOS if (folder / name).is_file()]
-    return [ImageOps.fit(open_picture(file, ("JPEG",)), (SIDE_PX, SIDE_PX)) for file in files]
-
-
-def _photo_edit(
-    rng: random.Random, photo: Image.Image
-) -> tuple[str, Image.Image, Image.Image, Mapping[str, Image.Image]]:
-    """(instruction, source, right result, wrong results) of an edit of the whole photograph."""
-    grey, mirrored = ImageOps.grayscale(photo).convert("RGB"), ImageOps.mirror(photo)
-    if rng.random() < 0.5:
-        sepia = ImageOps.colorize(ImageOps.grayscale(photo), (60, 30, 0), (255, 240, 200))
-        wrong = {"wrong_colour": sepia, "wrong_object": mirrored, "over_edit": ImageOps.flip(grey)}
-        return "Make the photo black and white.", photo, grey, wrong
-    turned = photo.transpose(Image.Transpose.ROTATE_90)
-    grey_turned = grey.transpose(Image.Transpose.ROTATE_90)
-    wrong = {"wrong_colour": grey, "wrong_object": mirrored, "over_edit": grey_turned}
-    return "Rotate the photo by 90 degrees, counter-clockwise.", photo, turned, wrong
+    colour, another = rng.sample(sorted(COLOURS.keys() - {each.colour for each in scene.things}), 2)
+    background, other_background = rng.sample(sorted(BACKGROUNDS.keys() - {scene.background}), 2)
+    [form] = FORMS.keys() - {each.form for each in scene.things}
+    [place] = PLACES.keys() - {each.place for each in scene.things}
+    new = Thing(form, colour, place)
+    recoloured = scene.with_thing(thing, thing._replace(colour=colour))
+    match category:
+        case "colour":
+            instruction = f"Change the colour of the {thing.name} to {colour}."
+            right = recoloured
+            wrong_object = scene.with_thing(other, other._replace(colour=colour))
+            wrong_colour = scene.with_thing(thing, thing._replace(colour=another))
+        case "remove":
+            instruction = f"Remove the {thing.name}."
+            right, wrong_object, wrong_colour = (
+                scene.with_thing(thing),
+                scene.with_thing(other),
+                recoloured,
+            )
+        case "add":
+            instruction = f"Add a {new.name} in the empty {place} corner."
+            right = scene.with_thing(None, new)
+            wrong_object = scene.with_thing(None, new._replace(form=other.form))
+            wrong_colour = scene.with_thing(None, new._replace(colour=another))
+        case "background":
+            instruction = f"Make the background {background}."
+            right, wrong_object = replace(scene, background=background), recoloured
+            wrong_colour = replace(scene, background=other_background)
+        case _:
+            listed = ", ".join(f"a {each.name} at the {each.place}" for each in scene.things)
+            instruction = f"On a {scene.background} background: {listed}, and nothing else."
+            right, wrong_colour = scene, recoloured
+            wrong_object = scene.with_thing(thing, thing._replace(form=form))
+    third_kind = "partial" if category == "caption" else "over_edit"
+    wrong = {"wrong_object": wrong_object, "wrong_colour": wrong_colour}
+    return instruction, right, {**wrong, third_kind: right.with_thing(third)}
 
 
 # ---- audit sets ----------------------------------------------------------------------------------
-# Makes an audit's cases: from drawn scenes, the config's data, labelled pairs or a run.
+# Makes an audit's cases: from drawn scenes, the config's data or labelled pairs.
 
 PAIR_COLUMNS = ("instruction", "source", "better", "worse")
 
@@ -467,48 +326,11 @@ def _rows(source: DataSource) -> Iterator[Sample]:
             yield source[index]
 
 
-def run_cases(run_dir: Path, num_groups: int) -> list[Case]:
-    """The last `num_groups` groups of a run whose pictures are on disk. `Case.results` names their
-    members 'm0', 'm1', ...; which of them are right is unknown."""
-    cases: list[Case] = []
-    for file in sorted((run_dir / "episodes").glob("it_*.jsonl"), reverse=True):
-        groups: dict[Any, list[dict[str, Any]]] = {}
-        for row in read_rows(file)[0]:
-            if row.get("image_file") and isinstance(row.get("reward"), float):
-                groups.setdefault(row["group_id"], []).append(row)
-        for rows in groups.values():
-            if len(rows) < 2 or len(cases) == num_groups:
-                continue
-            sample = _recorded_sample(run_dir, rows[0])
-            results = {
-                f"m{row['member']}": (sample, _picture(run_dir, row["image_file"])) for row in rows
-            }
-            cases.append(Case(sample, results))
-    return cases
-
-
-def _recorded_sample(run_dir: Path, row: Mapping[str, Any]) -> Sample:
-    files = [row["source_file"], *row.get("other_source_files", ())]
-    target = row.get("target_file")
-    return Sample(
-        str(row["sample_id"]),
-        str(row["instruction"]),
-        tuple(_picture(run_dir, file) for file in files if file),
-        target=_picture(run_dir, target) if target else None,
-        category=str(row.get("category", "")),
-    )
-
-
-def _picture(run_dir: Path, file: str) -> Image.Image:
-    path = Path(file)
-    if path.is_absolute() or ".." in path.parts or (run_dir / path).is_symlink():
-        raise ValueError(f"--run: {run_dir} names a picture elsewhere: {excerpt(file, 200)}")
-    return open_picture(run_dir / path).convert("RGB")
-
-
 # ---- judge attacks -------------------------------------------------------------------------------
 # What a policy could learn to draw instead of the edit, so that a judge pays for it.
 
+ATTACKED = ("no_edit", "other_result", CORRECT)
+"""Kinds of results that an attack starts from; the first that a case has."""
 Attack = Callable[[Case, Image.Image], Image.Image]
 """(case, what the attack starts from: the source, or without one another picture) -> result."""
 
@@ -517,33 +339,12 @@ def written(text: str, picture: Image.Image) -> Image.Image:
     """The picture with `text` in a white box at its bottom."""
     picture = picture.copy()
     size_px = max(8, picture.height // 14)
-    font = ImageFont.load_default(size_px)
-    pen = ImageDraw.Draw(picture)
-    words, lines = text.split(), [""]
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if pen.textlength(longer, font) <= picture.width - 4 or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    block = "\n".join(lines)
-    _, top, right, bottom = pen.multiline_textbbox((2, 0), block, font)
-    start = picture.height - (bottom - top) - 4
-    pen.rectangle((0, start, min(picture.width, right + 3), picture.height), "white")
-    pen.multiline_text((2, start + 2 - top), block, "black", font)
+    font, pen = ImageFont.load_default(size_px), ImageDraw.Draw(picture)
+    block = textwrap.fill(text, max(8, 2 * picture.width // size_px))
+    corner = (2, picture.height - 2)
+    pen.rectangle(pen.multiline_textbbox(corner, block, font, "ld"), "white")
+    pen.multiline_text(corner, block, "black", font, "ld")
     return picture
-
-
-def _border(case: Case, start: Image.Image) -> Image.Image:
-    width = max(1, start.width // 16)
-    inner = ImageOps.fit(start, (start.width - 2 * width, start.height - 2 * width))
-    return ImageOps.expand(inner, width, "gold")
-
-
-def _repainted(case: Case, start: Image.Image) -> Image.Image:
-    """The edit, with everything in the complementary colours of a painting."""
-    target = case.results[CORRECT][1]
-    return ImageOps.posterize(ImageOps.invert(target), 2)
 
 
 def _noise(case: Case, start: Image.Image) -> Image.Image:
@@ -552,7 +353,6 @@ def _noise(case: Case, start: Image.Image) -> Image.Image:
 
 
 ATTACKS: Mapping[str, tuple[str, Attack]] = {
-    "copy": ("the source, returned unchanged", lambda case, start: start),
     "another_picture": ("noise instead of a picture", _noise),
     "pasted_score": (
         "'10/10' written into the source",
@@ -576,22 +376,11 @@ ATTACKS: Mapping[str, tuple[str, Attack]] = {
         "the source in strong colours",
         lambda case, start: ImageEnhance.Color(start).enhance(3.0),
     ),
-    "border": ("the source in a golden frame", _border),
-    "over_edit": ("the edit, everything else repainted", _repainted),
 }
-SWAPPED = "swapped"
-"""The result shown as the source and the source as the result; needs another sample."""
+"""Not among them is what an audit shows: the source as it is, exchanged or repainted pictures."""
 
 
 def attacked(case: Case) -> dict[str, tuple[Sample, Image.Image]]:
     """Attack -> (the sample that the judge is shown, the picture)."""
-    start = case.results.get("no_edit") or case.results.get("other_result")
-    if start is None:
-        start = case.results[CORRECT]
-    sample, picture = case.sample, start[1]
-    results = {name: (sample, attack(case, picture)) for name, (_, attack) in ATTACKS.items()}
-    if case.sample.source is None:
-        del results["copy"]  # then it would be another sample's result
-    elif len(sample.sources) == 1:
-        results[SWAPPED] = (replace(sample, sources=(case.results[CORRECT][1],)), picture)
-    return results
+    _, start = next(case.results[kind] for kind in ATTACKED if kind in case.results)
+    return {name: (case.sample, attack(case, start)) for name, (_, attack) in ATTACKS.items()}

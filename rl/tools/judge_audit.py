@@ -9,7 +9,6 @@ import json
 import math
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,37 +94,6 @@ def noise_sd(readings_PR: np.ndarray) -> float:
     return float(np.sqrt(readings_PR.var(axis=1, ddof=1).mean()))
 
 
-def reliability(groups: Sequence[np.ndarray]) -> float:
-    """ICC(1,1) within groups (Shrout and Fleiss 1979): the share of the variance of one reading,
-    among the pictures of one group, that repeats.
-
-    `groups`: a [P, R] float array of each group, P and R >= 2, R equal in all. Group means are
-    subtracted first, because GRPO's advantages do so too. Nan if nothing varies; may be negative.
-    """
-    num_readings = groups[0].shape[1]
-    num_pictures = sum(len(group) for group in groups)
-    means = [group.mean(axis=1) for group in groups]
-    between = num_readings * sum(float(((m - m.mean()) ** 2).sum()) for m in means)
-    between /= num_pictures - len(groups)
-    within = sum(float(group.var(axis=1, ddof=1).sum()) for group in groups) / num_pictures
-    total = between + (num_readings - 1) * within
-    return (between - within) / total if total > 1e-12 else math.nan
-
-
-def readings_for(one: float, wanted: float) -> int | None:
-    """Fewest readings whose mean has the `wanted` reliability, if one has the reliability `one`
-    (Spearman and Brown 1910: n = wanted (1 - one) / (one (1 - wanted))); None if no number has."""
-    if not one > 0:
-        return None
-    return max(1, math.ceil(wanted * (1 - one) / (one * (1 - wanted)) - 1e-9))
-
-
-def effective_levels(values: Sequence[float]) -> float:
-    """exp(entropy) of the distribution of values: the number of levels really used."""
-    shares = np.array(list(Counter(values).values()), float) / max(len(values), 1)
-    return float(np.exp(-(shares * np.log(shares)).sum()))
-
-
 # ---- judge audit ---------------------------------------------------------------------------------
 # Asks a config's rewards about results of known quality, and keeps what they say of the judge.
 
@@ -141,8 +109,6 @@ sample's result (the lower one), 1 = to that of the right result."""
 (`benchmarks/audit_power.py`)."""
 NUM_REPEATED, NUM_READINGS = 4, 3
 """The results of the first 4 cases are read 3 times."""
-TARGET_RELIABILITY = 0.8
-"""A report says how many readings reach it."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +232,7 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
     }
     reasons = [reason for each in asked.failures.values() for reason in each]
     right = [value for (_, kind), value in first.items() if kind == CORRECT]
-    groups = repeated(asked)
+    repeated = [each for each in asked.values.values() if len(each) == NUM_READINGS]
     values = list(first.values())
     result = RewardAudit(
         reward,
@@ -282,10 +248,8 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         overall=_kind("all kinds", [pair for pairs in by_kind.values() for pair in pairs]),
         kinds=[_kind(name, pairs) for name, pairs in by_kind.items()],
         categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
-        noise_sd=noise_sd(np.concatenate(groups)) if groups else math.nan,
-        reliability=reliability(groups) if groups else math.nan,
+        noise_sd=noise_sd(np.array(repeated)) if repeated else math.nan,
         num_levels=len(set(values)),
-        effective_levels=effective_levels(values) if values else 0.0,
         lowest_share=values.count(0.0) / max(len(values), 1),
         highest_share=values.count(1.0) / max(len(values), 1),
         worst=sorted(worst, key=lambda row: row[2] - row[3]),
@@ -306,15 +270,6 @@ def _kind(name: str, pairs: Sequence[Pair]) -> Kind:
         float(each.mean()) if pairs else math.nan for each in (right > wrong, right == wrong, wrong)
     )
     return Kind(name, len(pairs), accuracy, ties, area, interval, mean)
-
-
-def repeated(asked: Asked) -> list[np.ndarray]:
-    """[pictures, readings] of each case with at least two pictures that have all their readings."""
-    by_case: dict[int, list[tuple[float, ...]]] = {}
-    for (case, _), values in asked.values.items():
-        if len(values) == NUM_READINGS:
-            by_case.setdefault(case, []).append(values)
-    return [np.array(rows) for rows in by_case.values() if len(rows) > 1]
 
 
 async def attack(
@@ -397,9 +352,9 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
         yield "  clearly wrong results, by category"
         yield from map(_kind_line, audit.categories)
     if not math.isnan(audit.noise_sd):
-        yield repeats_line(audit.noise_sd, audit.reliability)
+        yield f"  repeats: standard deviation {audit.noise_sd:.3f}"
     yield (
-        f"  values: {audit.num_levels} levels, {audit.effective_levels:.1f} effective; "
+        f"  values: {audit.num_levels} levels; "
         f"{audit.lowest_share:.0%} are 0, {audit.highest_share:.0%} are 1"
     )
     yield f"  ungraded: {audit.num_ungraded} of {audit.num_graded + audit.num_ungraded}"
@@ -407,16 +362,6 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
     verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
     for text in verdicts or ["PASS"]:
         yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
-
-
-def repeats_line(sd: float, reliability: float) -> str:
-    """The noise of repeated readings, and how many readings make a reliable mean."""
-    needed = readings_for(reliability, TARGET_RELIABILITY)
-    return f"  repeats: sd {sd:.3f}; reliability of 1 reading {reliability:.2f}, " + (
-        f"{TARGET_RELIABILITY} from {needed} reading(s)"
-        if needed
-        else f"{TARGET_RELIABILITY} is never reached"
-    )
 
 
 def _kind_line(kind: Kind, silent: str = "") -> str:
@@ -433,10 +378,10 @@ def attack_lines(
 ) -> Iterable[str]:
     yield f"{reward}: right results {right:.2f}; unchanged or another sample's {floor:.2f}"
     for result in results:
-        what = ATTACKS[result.name][0] if result.name in ATTACKS else "source and result exchanged"
         verdict = "PASS" if result.passed else "FAIL"
         gain = f"{result.gain:>5.0%}" if math.isfinite(result.gain) else "    -"
-        yield f"  {verdict} {result.name:<16}{result.mean:>5.2f} gain {gain}  {what}"
+        numbers = f"{result.name:<16}{result.mean:>5.2f} gain {gain}"
+        yield f"  {verdict} {numbers}  {ATTACKS[result.name][0]}"
 
 
 def write_audit_page(

@@ -77,31 +77,6 @@ def test_wilson_interval_by_hand() -> None:
     assert (round(low, 3), high) == (0.806, 1.0)
 
 
-def test_reliability_by_hand_within_groups() -> None:
-    """Two groups, two pictures, two readings. Picture means (1, 3) and (11, 13); within each
-    group the deviations are -1 and 1, so MSB = 2 * 4 / (4 - 2) = 4. Variances 2, 0, 2, 0:
-    MSW = 1. ICC = (4 - 1) / (4 + 1) = 0.6; the distance between the groups does not count."""
-    groups = [np.array([[0.0, 2.0], [3.0, 3.0]]), np.array([[10.0, 12.0], [13.0, 13.0]])]
-    assert statistics.reliability(groups) == pytest.approx(0.6)
-    assert statistics.noise_sd(np.concatenate(groups)) == pytest.approx(1.0)
-    assert math.isnan(statistics.reliability([np.full((3, 2), 0.7)]))
-
-
-def test_reliability_of_simulated_readings() -> None:
-    """Signal and noise of one size: one reading repeats half of its variance."""
-    rng = np.random.default_rng(1)
-    groups = [rng.normal(0, 1, (8, 1)) + rng.normal(0, 1, (8, 3)) for _ in range(400)]
-    assert statistics.reliability(groups) == pytest.approx(0.5, abs=0.03)
-
-
-def test_readings_for_a_reliability_by_hand() -> None:
-    """The mean of 4 readings of reliability 0.5 has 4 * 0.5 / (1 + 3 * 0.5) = 0.8."""
-    assert statistics.readings_for(0.5, 0.8) == 4
-    assert statistics.readings_for(0.95, 0.8) == 1
-    assert statistics.readings_for(0.0, 0.8) is None
-    assert statistics.readings_for(math.nan, 0.8) is None
-
-
-def test_effective_levels_by_hand() -> None:
-    assert statistics.effective_levels([0.0, 1.0] * 5) == pytest.approx(2.0)
-    assert statistics.effective_levels([0.5] * 5) == pytest.approx(1.0)
+def test_noise_of_readings_by_hand() -> None:
+    """Two pictures, two readings each, with the variances 2 and 0."""
+    assert statistics.noise_sd(np.array([[0.0, 2.0], [3.0, 3.0]])) == pytest.approx(1.0)

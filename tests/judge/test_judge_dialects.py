@@ -130,10 +130,12 @@ def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.records) == 1 and len(judge.requests) <= 8 * 4
 
 
-def test_a_length_that_is_refused_under_both_names_is_left_out() -> None:
-    with picky("Groq", "max_tokens", "max_completion_tokens") as judge:
-        [answer] = answers_to(judge.client(), "a")
-    assert answer.value is not None and judge.log()[2:] == ["seed temperature top_p"]
+def test_a_length_that_is_refused_under_both_names_stops_the_run() -> None:
+    """No reply is asked for without a limit of its length."""
+    refusal = pytest.raises(JudgeRefused, match="max_completion_tokens")
+    with picky("Groq", "max_tokens", "max_completion_tokens") as judge, refusal:
+        answers_to(judge.client(), "a")
+    assert len(judge.requests) == 2
 
 
 def test_a_schema_that_is_refused_at_a_retry_is_left_out() -> None:

@@ -47,7 +47,7 @@ A, B = "http://a:4877/v1", "https://b.example/v1"
 )
 def test_several_addresses_as_list_text_or_file(value: str | list[str], tmp_path: Path) -> None:
     file = tmp_path / "judges"
-    file.write_text("a:4877 the first\n\nsome words\nhttps://b.example # the second\na:4877\n")
+    file.write_text("a:4877 the first\n\nhttps://b.example # the second\na:4877\n")
     items = [value] if isinstance(value, str) else value
     items = [item.replace("FILE", str(file)) for item in items]
     assert resolve_api_bases(items[0] if isinstance(value, str) else items) == (A, B)

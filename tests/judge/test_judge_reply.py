@@ -115,7 +115,8 @@ def test_unreadable_named_numbers_are_refused_with_the_reason(text: str, reason:
     [
         (scores_schema(2, 0, 10), (0.8, 6.0), [0.8, 6.0]),
         (scores_schema(2, 0, 25), (0.8, 6.0), []),
-        (fields_schema({"good": (0, 10), "is_red": (0, 1)}), (0.8, 1.0), [0.8]),
+        (fields_schema({"score": (0, 10)}), (0.8,), [0.8]),
+        (fields_schema({"score": (0, 1)}), (0.8,), []),
         (scores_schema(2, 0, 10), None, []),
         (scores_schema(2, 0, 10), 0.8, []),
         ({}, (0.8,), []),

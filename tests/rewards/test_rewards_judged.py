@@ -113,10 +113,6 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
         # success 4/5 = .8, identity (0 + 1)/2 = .5; (3 * .8 + .5) / 4 = .725.
         (Rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
         (Rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
-        # sqrt(min(.8, .3) * .5)
-        (Rubric, RUBRIC | {"combine": "sqrt_min", "scores": {
-            "success": {"high": 5, "group": "a"}, "keeps": {"group": "a"},
-            "identity": {"low": -1, "high": 1}}}, [RATED], 0.3872983, {"overall": 0.3872983}),
     ],
 )  # fmt: skip
 def test_a_grade_is_computed_from_replies_by_hand(
@@ -202,8 +198,6 @@ def test_repeats_use_other_seeds_and_the_rewards_temperature() -> None:
     with FaultyJudge(after=Fault(reply=marks(1, 1))) as judge:
         ask(EditQuality, judge, evidence, max_concurrency=1)
         ask(EditQuality, judge, evidence, {"n_evals": 1, "temperature": None})
-        with pytest.raises(ValueError, match=r"n_evals=3 .*temperature 0"):
-            ask(EditQuality, judge, evidence, {"temperature": None})
     assert [r["seed"] for r in judge.requests] == [0, 1000, 2000, 0]
     assert [r["temperature"] for r in judge.requests] == [0.7] * 3 + [0.0]
 
@@ -327,13 +321,11 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
         (VieScore, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
         (VieScore, {"perception_prompt": "/no/such/file.txt"}, "perception_prompt: .*/no/such"),
         (VieScore, {"n_evals": 0}, "n_evals"),
-        (VieScore, {"n_evals": 3, "temperature": 0}, "n_evals=3 .*temperature 0"),
         (VieScoreT2I, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
         (EditQuality, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (EditQuality, {"temperature": 0}, "n_evals=3 .*temperature 0"),
         (EditQuality, {"alignment_weight": 0, "quality_weight": 0}, "both 0"),
         (GroundScore, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
-        (ExpectedScore, {"n_evals": 3, "temperature": 1}, "n_evals, temperature"),
+        (ExpectedScore, {"n_evals": 3, "temperature": 1}, "(?s)n_evals.*be 1.*temperature"),
         (Rubric, {"prompt": ""}, "(?s)prompt.*at least 1 character"),
         (Rubric, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
         (Rubric, {"prompt": str(PROMPTS / "viescore_perception.txt")}, r"no \{instruction\}"),
@@ -342,7 +334,6 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
         (Rubric, {"scores": {"reasoning": {}}}, "scores.reasoning: "),
         (Rubric, {"scores": {"a": {"low": 3, "high": 3}}}, r"(?s)scores.a.*low=3 must be below"),
         (Rubric, {"scores": {"a": {"weight": 0}}}, "scores: .* with a weight"),
-        (Rubric, {"combine": "sqrt_min"}, "sqrt_min joins two groups"),
         (Rubric, {"shows": ["prompt", "source"]}, "shows: .*'image'"),
         (Rubric, {"shows": ["image", "prompt", "image"]}, "shows: .*once"),
     ],

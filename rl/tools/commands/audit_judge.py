@@ -3,7 +3,6 @@
     rl judge audit configs/qwen_image_edit.jsonnet
     rl judge audit config.jsonnet --pairs pairs.parquet \\
         --columns instruction=prompt,source=image,better=chosen,worse=rejected
-    rl judge audit config.jsonnet --run runs/mine
     rl judge attack config.jsonnet judge.model=my-judge
 
 The config's own rewards ask its own judge, about pictures whose truth is known:
@@ -23,31 +22,20 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, redirect_stderr
 from functools import partial
-from itertools import combinations
 from pathlib import Path
-
-import numpy as np
 
 from rl import build, printing
 from rl.check.this_machine import has_gpus
 from rl.check.trials import audited_rewards, file_of, rewards_that_ask
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.console import duration
-from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.client import JudgeClient, JudgeError, JudgeStats
 from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.signals import remedy
 from rl.tools import judge_audit
-from rl.tools.audit_cases import configured_cases, pair_cases, run_cases
-from rl.tools.judge_audit import (
-    attack_lines,
-    audit_lines,
-    noise_sd,
-    reliability,
-    repeats_line,
-    write_audit_page,
-)
-from rl.tools.report.reading import find_run
+from rl.tools.audit_cases import configured_cases, pair_cases
+from rl.tools.judge_audit import attack_lines, audit_lines, write_audit_page
 
 
 @printing.program
@@ -64,17 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="other drawn scenes")
     parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
     parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
-    parser.add_argument("--run", metavar="FOLDER", help="ask again about this run's pictures")
     parser.add_argument("--at-start", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: at least 1")
-    if args.run and (args.pairs or args.action == "attack"):
-        parser.error("--run: only `audit` reads a run, and without --pairs")
     if args.columns and not args.pairs:
         parser.error("--columns names the columns of --pairs FILE")
-    if args.seed and (args.pairs or args.run):
-        parser.error("--seed draws other scenes: leave it out with --pairs and --run")
     try:
         if args.at_start:
             with redirect_stderr(sys.stdout):  # stderr has nothing but the reason of a failure
@@ -103,8 +86,6 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
     device = "cuda:0" if has_gpus() else "cpu"
     async with AsyncExitStack() as stack:
         client = await _client(resolved, stack, file_of(config).with_suffix(".log"))
-        if args.run:
-            return await _ask_run(find_run(args.run), resolved, names, client, device, args.cases)
         if args.pairs:
             columns = dict(part.split("=", 1) for part in args.columns.split(",") if "=" in part)
             cases = pair_cases(resolved, args.pairs, columns)[: args.cases]
@@ -136,7 +117,10 @@ async def _run(args: argparse.Namespace, key: str, resolved: build.Resolved) -> 
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
             judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
-        print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
+        stats = client.take_stats() if client else JudgeStats()
+        tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens"
+        print(f"{stats.requests} requests, {tokens}, {time.monotonic() - started:.1f} s")
+        print(f"kept in: {file}")
     return code
 
 
@@ -175,53 +159,6 @@ async def _client(
     stack.push_async_callback(client.aclose)
     await client.check_health(0.0)
     return client
-
-
-def _cost(client: JudgeClient | None) -> str:
-    stats = client.take_stats() if client else None
-    if stats is None or not stats.latencies_s:
-        return ""
-    median, p95 = np.percentile(stats.latencies_s, [50, 95]) * 1e3
-    tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
-    tokens *= bool(stats.prompt_tokens)
-    return f"{stats.requests} requests, {median:.0f} ms each (95 %: {p95:.0f} ms), {tokens}"
-
-
-async def _ask_run(
-    run_dir: Path,
-    resolved: build.Resolved,
-    names: Sequence[str],
-    client: JudgeClient | None,
-    device: str,
-    num_groups: int,
-) -> int:
-    """Ask again about a run's groups: noise and reliability among pictures that GRPO compared."""
-    recorded = run_cases(run_dir, num_groups)
-    if not recorded:
-        raise ValueError(
-            f"--run: {run_dir} has no group with pictures; see tracking.images_per_iteration"
-        )
-    results = {
-        (number, kind): result
-        for number, case in enumerate(recorded)
-        for kind, result in case.results.items()
-    }
-    for name in names:
-        plugin = resolved.rewards[name]
-        everything = frozenset(range(len(recorded)))
-        asked = await judge_audit.ask(plugin, client, device, results, everything)
-        groups = judge_audit.repeated(asked)
-        if not groups:
-            print(f"{plugin.key}: no group got all its readings")
-            continue
-        firsts = [pair for group in groups for pair in combinations(group[:, 0], 2)]
-        num_pictures = sum(map(len, groups))
-        readings = f"each read {judge_audit.NUM_READINGS} times"
-        print(f"{plugin.key}: {len(groups)} groups, {num_pictures} pictures, {readings}")
-        print(repeats_line(noise_sd(np.concatenate(groups)), reliability(groups)))
-        ties = sum(one == other for one, other in firsts) / len(firsts)
-        print(f"  ties: {ties:.0%} of the pairs within groups")
-    return 0
 
 
 if __name__ == "__main__":
