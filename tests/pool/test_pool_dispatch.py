@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_ray import Config, FakeRay, Killed, Painter, jobs, make_pool, seeds_of
+from tiny_ray import FakeRay, Killed, Painter, jobs, make_pool, seeds_of
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.pool import ray_process
@@ -58,24 +58,6 @@ def test_large_pictures_and_jobs_never_make_both_sides_wait(
     monkeypatch.setattr(Painter, "side_px", 1200)
     made = (RenderJob(Sample(f"{seed}", "x" * 2_000_000), "words", seed) for seed in range(40))
     assert seeds_of(pool.render(made)) == ALL
-
-
-def test_a_first_actor_that_was_not_the_first_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank's first actor drew the reference; this rank's has not been checked."""
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
-    pool.wait()
-    [registry] = (actor for name, actor in ray.actors.items() if name.endswith("registry"))
-    drawn = [picture for _, picture in Painter(Config(type="x"), None).render(jobs(4))]
-    monkeypatch.setattr(ray_process.Pool, "_agree", ask_late(ray_process.Pool._agree))
-    registry.made.agree((list(jobs(4)), ray_process.digests_of(drawn), "first-7"))
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    assert not any("first" in name and not actor.is_dead for name, actor in ray.actors.items())
-
-
-def ask_late(agree: Any) -> Any:
-    """A rank that proposes its own reference before it has asked for another one's."""
-    return lambda self, own: agree(self, own) if own is not None or self.reference else None
 
 
 def test_a_dead_workers_batch_is_drawn_by_another_one(
@@ -155,7 +137,7 @@ def test_a_worker_that_draws_other_bits_is_not_used(
     for _ in range(100):
         pool._received()
     assert pool._state.num_ready == 1
-    assert holds(capsys.readouterr().err, "worker 0 is not used: it draws other bits")
+    assert holds(capsys.readouterr().err, "worker 0 could not be started: it draws other bits")
 
 
 def failing(num: int) -> Callable[[], None]:
@@ -171,7 +153,7 @@ def failing(num: int) -> Callable[[], None]:
 
 def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(monkeypatch, FakeRay(), 2, failing(3))
-    with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first-2: no weights"):
+    with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first: no weights"):
         pool.wait()
 
 
