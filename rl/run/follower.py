@@ -28,9 +28,6 @@ ENDED, FAILED = b"ended", b"failed"
 SAID = b"follow: "
 """Beginning of the follower's lines that are no warnings."""
 WANDB_KEY = "WANDB_API_KEY"
-_MAX_STARTS = 4
-_PAUSE_S = 10.0
-"""Seconds before a new start: wandb's own process outlives a killed follower for some."""
 _END_S = 5.0
 """Seconds that the follower gets to exit after `LIMIT_S`."""
 
@@ -79,7 +76,7 @@ def _log_of(run_dir: Path) -> Lines:
 
 
 class Follower:
-    """For rank 0, whose main thread calls it. If it ends before the run, it is started again."""
+    """For rank 0, whose main thread calls it."""
 
     def __init__(self, run_dir: Path, tracking: TrackingConfig, is_main: bool = True) -> None:
         shows = tracking.page or tracking.tensorboard or tracking.trackio
@@ -92,15 +89,11 @@ class Follower:
         self._prefixes = tuple(prefix for prefix, is_used in uses.items() if is_used)
         self._lines = _log_of(run_dir)
         self._process: subprocess.Popen[bytes] | None = None
-        self._starts_left = _MAX_STARTS
-        self._ended_s: float | None = None
-        """When this process noticed that the follower had ended."""
 
     def start(self) -> None:
         """Start the follower if one is wanted."""
         if not self._wanted:
             return
-        self._starts_left -= 1
         keys = [name for name in (WANDB_KEY, *os.environ) if name.startswith(self._prefixes)]
         follow = [sys.executable, "-m", "rl.tools.commands.follow", str(self._run_dir)]
         try:
@@ -119,19 +112,13 @@ class Follower:
             self._warn(f"cannot be started ({error})")
 
     def look(self) -> None:
-        """Print what the follower has to say; start it again if it has ended."""
+        """Print what the follower has to say, and once that it has ended."""
         if not self._wanted:
             return
         self._lines.show()
-        if self._process is None or self._process.poll() is None:
-            return
-        now_s = time.monotonic()
-        if self._ended_s is None:
-            self._ended_s = now_s
+        if self._process is not None and self._process.poll() is not None:
             self._warn(f"ended (exit code {self._process.returncode}; {LOG} in the run's folder)")
-        if self._starts_left and now_s >= self._ended_s + _PAUSE_S:
-            self._ended_s = None
-            self.start()
+            self._process = None
 
     def close(self, failed: bool) -> None:
         """Tell the follower that the run has ended; it sends the last rows, and ends."""
