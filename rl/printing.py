@@ -25,7 +25,7 @@ from rl.config import loading
 from rl.config.loading import nearest, printable
 from rl.config.schema import ConfigError, listed
 from rl.files import with_leaves
-from rl.ranks.signals import raise_on_exit, remedy
+from rl.ranks.signals import remedy
 
 # ---- scrub ---------------------------------------------------------------------------------------
 # Replaces the environment's secrets (keys, passwords) in text to be written, logged or sent.
@@ -480,7 +480,6 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
-        raise_on_exit()
         try:
             code = main(arguments)
             sys.stdout.flush()

@@ -37,9 +37,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {signals.sentence(error) or error}")
     printing.guard()
-    loads = target == "rl.train"
-    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks, loads)
-    signals.raise_on_exit()
+    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
     note = Path(note_dir) / f"rank_{rank}.json"
     sys.argv = [target, *args]
     try:
@@ -66,7 +64,6 @@ def main() -> None:
             ended_ns=time.time_ns(),
             reason=text or trace,
             only_heard=isinstance(error, PeerError),
-            by_machine=signals.is_machine_error(error),
         )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:
