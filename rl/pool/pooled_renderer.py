@@ -165,7 +165,7 @@ class PooledRenderer(Renderer[Any]):
         return number
 
     def _received(self, timeout_s: float | None = ray_process.POLL_S) -> Any:
-        """The process's next message; None if none comes. Raises ValueError and RuntimeError."""
+        """The process's next message; None if none comes. Raises RuntimeError."""
         if time.monotonic() - self._heard_s < SILENT_S:  # else the hang watch counts
             heartbeat.note_wait()
         try:
@@ -176,10 +176,10 @@ class PooledRenderer(Renderer[Any]):
             time.sleep(STOP_S)
             if signals.stop_received():
                 return None
-            message = Failed("runtime", ray_process.RAY_ENDED)
+            message = Failed(ray_process.RAY_ENDED)
         if isinstance(message, Failed):
             self._failed = message
-            raise (ValueError if message.kind == "value" else RuntimeError)(message.text)
+            raise RuntimeError(message.text)
         if message is not None:
             self._heard_s = time.monotonic()
         if isinstance(message, State):

@@ -100,7 +100,6 @@ class State(NamedTuple):
 class Failed(NamedTuple):
     """The pool cannot go on."""
 
-    kind: Literal["value", "runtime"]
     text: str
 
 
@@ -343,8 +342,6 @@ class Pool:
             result, metrics = self.ray.get(call)
         except self.ray.exceptions.RayError as error:
             is_own = isinstance(error, self.ray.exceptions.RayTaskError)  # the renderer's
-            if is_own and isinstance(error.cause, ValueError):
-                raise ValueError(f"render_pool: {error.cause}") from None
             if is_own and not signals.is_lost_device(error.cause):
                 text = f"render_pool: worker {done.name}: {_last_line(error)}"
                 raise RuntimeError(text) from None
@@ -503,6 +500,5 @@ def main(descriptor: int) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:
-        kind: Literal["value", "runtime"] = "value" if isinstance(error, ValueError) else "runtime"
         with suppress(OSError):
-            send(rank, Failed(kind, str(error) or type(error).__name__))
+            send(rank, Failed(str(error) or type(error).__name__))

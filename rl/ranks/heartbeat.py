@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
@@ -91,7 +90,6 @@ BETWEEN = "between phases"
 _BYTES = 4096
 """Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
-_REPORTERS = (__name__, "contextlib", "rl.progress")
 _PEERS = "torch.distributed.distributed_c10d"
 """A rank inside one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
@@ -134,13 +132,12 @@ class _Heart:
     def _write(self, descriptor: int) -> None:
         phases = self.phases[1:] or self.phases
         stack = calls()
-        outside = dropwhile(lambda call: call.module in _REPORTERS, stack)
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
             phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=described(list(outside))[:_MAX_CHARS],
+            where=described(stack)[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in stack),
         )
         try:

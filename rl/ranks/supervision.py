@@ -43,11 +43,6 @@ class RankState:
     """Time without progress."""
     beat: Beat
 
-    def at(self, now_s: float) -> str:
-        """'in phase learn for 61 s, in rl.learner.train_step, in torch'."""
-        inside = now_s - self.beat.phase_since_s
-        return f"in phase {self.beat.phase} for {inside:.0f} s ({self.beat.where})"
-
 
 class HangWatch:
     def __init__(
@@ -68,7 +63,7 @@ class HangWatch:
         """The ranks that hung at the last `look`."""
 
     def look(self) -> bool:
-        """Log ranks that hang or go on again; returns whether one has hung beyond the limit."""
+        """Log ranks that hang; returns whether one has hung beyond the limit."""
         now_s = time.monotonic()
         if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped launcher and ranks
             self._awake_s = now_s
@@ -80,10 +75,7 @@ class HangWatch:
             if state.idle_s >= self._log_after_s and rank not in self._logged:
                 self._logged.add(rank)
                 self._say(self._sentence(rank, states, now_s))
-        for rank in self._logged - self.hung.keys():
-            self._logged.remove(rank)
-            if rank in states and states[rank].kind == "moves":
-                self._say(f"rank {rank} goes on, {states[rank].at(now_s)}")
+        self._logged &= self.hung.keys()
         return any(s.idle_s >= self._limit_s and self._may_end(s) for s in self.hung.values())
 
     def _rank_state(self, rank: int, now_s: float) -> RankState | None:
@@ -121,8 +113,11 @@ class HangWatch:
         return state.kind != "waits" or self._is_one_node
 
     def _sentence(self, rank: int, states: Mapping[int, RankState], now_s: float) -> str:
-        state = states[rank]
-        text = f"rank {rank} has made no progress for {state.idle_s:.0f} s, {state.at(now_s)}: "
+        state, beat = states[rank], states[rank].beat
+        text = (
+            f"rank {rank} has made no progress for {state.idle_s:.0f} s, in phase {beat.phase} "
+            f"for {now_s - beat.phase_since_s:.0f} s ({beat.where}): "
+        )
         if state.kind == "waits":
             text += "all ranks here wait for other ranks"
         elif state.kind == "stopped":

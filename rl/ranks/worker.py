@@ -50,9 +50,6 @@ def main() -> None:
     except SystemExit as error:
         reason = f"SystemExit: {error.code}"
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code == 0 and target == "rl.train":  # it ends by returning
-            reason, code = "a library or a plugin called sys.exit before the run had finished", 1
-            print(f"this run cannot go on:\n  {reason}", file=sys.stderr)
         _write_note(note, ended_ns=time.time_ns(), reason=reason)
         exit_codes.append(code)
         raise
