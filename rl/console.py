@@ -110,9 +110,6 @@ class Console:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
-        if "eval/reward_low" in metrics:
-            low, high = metrics["eval/reward_low"], metrics["eval/reward_high"]
-            parts.append(f"held-out, unreadable as 0 or 1: {low:.4g} to {high:.4g}")
         for name, (label, form) in UNLESS_0.items():
             parts += [f"{label} {value:{form}}"] if (value := metrics.get(name)) else []
         if metrics.get("drift/alarm"):

@@ -35,8 +35,6 @@ METRICS: Mapping[str, Metric] = {
     "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
     "pool_restarts": Metric("workers", "lost, in whose place others were started"),
 }
-SILENT_S = 12 * ray_process.TICK_S
-"""A process that says nothing longer is stuck: the launcher's hang watch ends the run."""
 CLOSE_S = 60.0
 """How long the process may take to leave Ray."""
 STOP_S = 2.0
@@ -56,7 +54,6 @@ class PooledRenderer(Renderer[Any]):
         self._fits: Fits = {}
         self._numbers = count()
         self._state = State(0, 0, None)
-        self._heard_s = time.monotonic()
         self._failed: Failed | None = None
         self._lost_before = 0
         self._metrics: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -166,7 +163,7 @@ class PooledRenderer(Renderer[Any]):
 
     def _received(self, timeout_s: float | None = ray_process.POLL_S) -> Any:
         """The process's next message; None if none comes. Raises RuntimeError."""
-        if time.monotonic() - self._heard_s < SILENT_S:  # else the hang watch counts
+        if self._state.num_ready == 0:  # else a hang of all actors is one of the run
             heartbeat.note_wait()
         try:
             message = self._failed
@@ -181,7 +178,7 @@ class PooledRenderer(Renderer[Any]):
             self._failed = message
             raise RuntimeError(message.text)
         if message is not None:
-            self._heard_s = time.monotonic()
+            heartbeat.note_wait()
         if isinstance(message, State):
             self._state = message
         return message

@@ -7,7 +7,6 @@ dies, and replaces its signal handlers: so it may have this process, and no rank
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle  # nosec B403 - between a rank and its own process
 import queue
@@ -40,13 +39,9 @@ AT_ONCE = 2
 """Batches that a rank keeps at an actor: one is drawn while the next is on its way."""
 MAX_TRIES = 3
 """Actors that may die of a batch before its pictures are UNGRADED; starts of an actor in a row."""
-HANG_S = 1800.0
-"""An actor that answers nothing this long, though it has a batch, is ended."""
 MAX_WAIT_S = 1800.0
 """How long a run waits while there is no actor before it saves and stops."""
 WARN_EVERY_S = 60.0
-TICK_S = 10.0
-"""A rank takes this process for stuck that says nothing many times as long."""
 RAY_ENDED = (
     "render_pool: Ray's process on this machine (raylet) has ended: something killed it, or the "
     "cluster's head did not answer for a minute. The run resumes with the same command"
@@ -90,7 +85,7 @@ class Done(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a rank learns about the pool whenever it changes, and every `TICK_S`."""
+    """What a rank learns about the pool whenever it changes."""
 
     num_ready: int
     num_lost: int
@@ -204,7 +199,6 @@ class Running:
     task: Task
     name: str
     handle: Any
-    since_s: float
 
 
 @dataclass(eq=False)
@@ -260,7 +254,7 @@ class Pool:
         return done
 
     def _look(self) -> None:
-        """Start missing actors, end those that hang, and give up without any."""
+        """Start missing actors, and give up without any."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return
@@ -272,9 +266,6 @@ class Pool:
         for name in self._wanted():
             if name not in self.handles and len(self.failures.get(name, ())) < MAX_TRIES:
                 self._create(name)
-        for each in [*self.running.values()]:
-            if now_s - each.since_s > HANG_S:
-                self._lose(each, f"it has not answered for {duration(HANG_S)}")
         if self.ready:
             self._ready_s = now_s
             return
@@ -324,7 +315,7 @@ class Pool:
             task = self.waiting.popleft()
             handle = self.handles[name]
             call = getattr(handle, task.kind).remote(*task.arguments)
-            self.running[call] = Running(task, name, handle, time.monotonic())
+            self.running[call] = Running(task, name, handle)
 
     def _started(self, name: str, call: Any) -> None:
         try:
@@ -351,9 +342,6 @@ class Pool:
                 return []
             text = f"worker_lost: {_last_line(error)} (after {MAX_TRIES} tries)"
             return [Done(task.number, RenderFailure(text), {}, "")]
-        for each in self.running.values():
-            if each.handle is done.handle:
-                each.since_s = time.monotonic()  # it draws this one only now
         if task.kind == "draw" and self.reference is None:
             self._propose(task.arguments[0], result)
         return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
@@ -466,7 +454,7 @@ def _work(rank: Connection, ray: Any, start: Start) -> None:
     tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     # The rank must never wait for this process to read, which may wait for the rank to read.
     threading.Thread(target=_read, args=[rank, tasks], daemon=True).start()
-    told, told_s = None, -math.inf
+    told = None
     while True:
         with suppress(queue.Empty):
             while True:
@@ -476,9 +464,9 @@ def _work(rank: Connection, ray: Any, start: Start) -> None:
                 pool.waiting.append(task)
         done = pool.step()
         state = State(len(pool.ready), pool.num_lost, pool.state_dim)
-        if state != told or time.monotonic() - told_s > TICK_S:
+        if state != told:
             send(rank, state)
-            told, told_s = state, time.monotonic()
+            told = state
         for each in done:
             send(rank, each)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -222,7 +221,6 @@ class NodeWatch:
 
 JOIN_S = 600.0
 """How long a node waits for the others to start."""
-_LINE_EVERY_S = 30.0
 
 Environment = dict[str, str]
 Say = Callable[[str], Any]
@@ -267,7 +265,7 @@ def on_several_nodes(
     """
     family, address = _resolve(endpoint)
     host, port = str(address[0]), int(address[1])
-    store = _listen(family, host, port, say) if node == 0 else _join(host, port, say)
+    store = _listen(family, host, port) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
@@ -300,7 +298,7 @@ def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     return found[0][0], found[0][4]
 
 
-def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCPStore:
+def _listen(family: socket.AddressFamily, host: str, port: int) -> TCPStore:
     """Node 0's store, listening on this one address."""
     from torch.distributed import TCPStore
 
@@ -311,11 +309,6 @@ def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCP
             f"node 0 cannot listen on {host}:{port} ({error.strerror}): --rdzv-endpoint "
             "must name an address of node 0 itself and a port that is free there"
         ) from None
-    if ipaddress.ip_address(host).is_loopback:
-        say(
-            f"node 0 listens on {host}, which only this machine reaches: so that other machines "
-            "reach it, give its network address to --rdzv-endpoint"
-        )
     descriptor = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
@@ -358,15 +351,12 @@ def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, 
 
 
 def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say) -> None:
-    """Poll for `JOIN_S`, printing `line` every half minute. Raises RendezvousError(problem)."""
-    began_s = line_s = time.monotonic()
+    """Print `line`, and poll for `JOIN_S`. Raises RendezvousError(problem)."""
+    say(line)
+    end_s = time.monotonic() + JOIN_S
     while not condition():
-        now_s = time.monotonic()
-        if now_s - began_s > JOIN_S:
+        if time.monotonic() > end_s:
             raise RendezvousError(problem)
-        if now_s - line_s > _LINE_EVERY_S:
-            say(f"{line} ({now_s - began_s:.0f} s)")
-            line_s = now_s
         time.sleep(0.1)
 
 

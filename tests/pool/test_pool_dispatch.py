@@ -96,18 +96,6 @@ def test_a_batch_that_kills_every_worker_is_ungraded_and_the_others_are_drawn(
     )
 
 
-def test_a_worker_that_hangs_is_ended_and_its_batch_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    until_ready(pool, 2)
-    [stuck] = (actor for name, actor in ray.actors.items() if name.endswith("/0"))
-    ray.hangs = lambda actor: actor is stuck
-    monkeypatch.setattr(ray_process, "HANG_S", 0.3)
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    assert pool.take_metrics()["pool_restarts"] == 1
-
-
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
