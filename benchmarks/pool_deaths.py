@@ -54,7 +54,7 @@ class Pool:
         config = load_config("configs/quickstart.jsonnet", keys)
         section = Config(type="benchmarks.sleeping_renderer")
         plugin = build.Plugin("renderer", section, SleepingRenderer)
-        self.renderer = pooled(plugin, config, Dist(), set())
+        self.renderer = pooled(plugin, config, Dist())
         self.renderer.wait()
 
     def draw(self) -> tuple[float, int, int]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,41 +120,35 @@ def own_cluster(env: dict[str, str]) -> Iterator[psutil.Process]:
             head.wait()
 
 
-Act = Callable[[psutil.Process, psutil.Process | None], None]
+Act = Callable[[psutil.Process, psutil.Process], None]
 
 
 def kill(name: str) -> Act:
-    return lambda run, head: named(head or run, name).kill()
+    return lambda run, head: named(head, name).kill()
 
 
-def everything(run: psutil.Process, head: psutil.Process | None) -> None:
+def everything(run: psutil.Process, head: psutil.Process) -> None:
     """The cluster's machine: the head, its node and all workers."""
-    assert head is not None
     for each in [*head.children(recursive=True), head]:
         with suppress(psutil.Error):
             each.kill()
 
 
-CASES: dict[str, tuple[bool, Act]] = {
-    "SIGTERM to `rl train`": (False, lambda run, head: run.terminate()),
-    "Ctrl-C (SIGINT to all of its processes)": (False, lambda run, head: os.killpg(run.pid, 2)),
-    "the head (GCS) of a Ray that the run started": (False, kill("gcs_server")),
-    "the node (raylet) of a Ray that the run started": (False, kill("raylet")),
-    "the head (GCS) of a cluster that the run joined": (True, kill("gcs_server")),
-    "the rank's node (raylet) of a cluster that the run joined": (True, kill("raylet")),
-    "all processes of a cluster that the run joined": (True, everything),
+CASES: dict[str, Act] = {
+    "SIGTERM to `rl train`": lambda run, head: run.terminate(),
+    "Ctrl-C (SIGINT to all of its processes)": lambda run, head: os.killpg(run.pid, 2),
+    "the head (GCS) of the cluster": kill("gcs_server"),
+    "the rank's node (raylet)": kill("raylet"),
+    "all processes of the cluster": everything,
 }
-"""What happens -> (whether the run joins a cluster, the act)."""
 
 
 def tried(name: str, work: Path, plain: Path, number: str) -> str:
     """A row of the table."""
-    joins, act = CASES[name]
     folder = work / re.sub(r"\W+", "_", name)
     env: dict[str, str] = {}
-    pool = (*TWO, number, f"render_pool.address={'auto' if joins else 'local'}")
-    with own_cluster(env) if joins else nullcontext() as head:
-        process = start(folder, pool, env)
+    with own_cluster(env) as head:
+        process = start(folder, (*TWO, number), env)
         run = psutil.Process(process.pid)
         while ACTS_IN not in rows_of(folder):
             time.sleep(0.2)
@@ -163,13 +157,14 @@ def tried(name: str, work: Path, plain: Path, number: str) -> str:
         time.sleep(0.3)
         children = run.children(recursive=True)
         began_s = time.monotonic()
-        act(run, head)
+        CASES[name](run, head)
         code = process.wait(timeout=900)
         seconds = time.monotonic() - began_s
         time.sleep(3)
         left = [each for each in children if each.is_running()]
     iterations, done = saved(folder), max(rows_of(folder))
-    resumed = start(folder, (*TWO, number, "render_pool.address=local"), {}).wait(timeout=900)
+    with own_cluster(env):
+        resumed = start(folder, (*TWO, number), env).wait(timeout=900)
     wrong = differences(folder, plain) if resumed == 0 else [f"exit code {resumed}"]
     print(*wrong[:10], sep="\n", flush=True)
     equal = "no" if wrong else "yes"

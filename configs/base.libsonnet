@@ -40,8 +40,7 @@
   // call takes, e.g. a compile. The judge has limits of its own (`judge.*`).
   hang_limit_s: 1800,
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
-  // it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb
-  // 80` sets `gpu_gb=80`, and a start then also plans for 80 GB.
+  // it, and a file may derive other keys from it. A start plans for the GPUs it finds.
   gpu_gb: 141,
   // A plugin of rl/policies.
   // policy: (required)
@@ -232,8 +231,7 @@
     // Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     // and die at any time.
     workers: 0,
-    // Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
-    // 'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses.
+    // Of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`).
     address: 'auto',
     // GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     // the ranks have no GPU.

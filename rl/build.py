@@ -34,7 +34,7 @@ from rl.config.schema import (
 from rl.files import read_object
 from rl.model_files import NotFiniteError, model_problems
 from rl.ranks import signals
-from rl.ranks.dist import Claim, resolve_device
+from rl.ranks.dist import Claim
 from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -373,12 +373,7 @@ def build_render_pool(resolved: Resolved, dist: Dist) -> PooledRenderer:
     """Start the workers that draw in place of the ranks."""
     from rl.pool.pooled_renderer import pooled
 
-    used = {
-        resolve_device(claim.device, f"cuda:{rank}")
-        for claim in claims(resolved)
-        for rank in range(dist.world_size)
-    }
-    return pooled(resolved.renderer, resolved.config, dist, used)
+    return pooled(resolved.renderer, resolved.config, dist)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:

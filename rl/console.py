@@ -106,13 +106,12 @@ class Console:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
-        if "eval/reward_low" in metrics:
-            low, high = metrics["eval/reward_low"], metrics["eval/reward_high"]
-            parts.append(f"held-out, unreadable as 0 or 1: {low:.4g} to {high:.4g}")
         for name, (label, form) in UNLESS_0.items():
             parts += [f"{label} {value:{form}}"] if (value := metrics.get(name)) else []
-        parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
-        parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
+        if metrics.get("drift/alarm"):
+            parts.append("DRIFT")
+        if metrics.get("optimizer/steps") == 0:
+            parts.append("NO STEP")
         if "time/iteration_s" in metrics and iteration:  # 0: the first evaluation's time
             self._iteration_s.append(metrics["time/iteration_s"])
             mean_s = sum(self._iteration_s) / len(self._iteration_s)

@@ -15,7 +15,6 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from textwrap import fill
 from typing import IO, Any, NoReturn, TextIO
-from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from rich.console import Console
@@ -25,7 +24,7 @@ from rl.config import loading
 from rl.config.loading import nearest, printable
 from rl.config.schema import ConfigError, listed
 from rl.files import with_leaves
-from rl.ranks.signals import raise_on_exit, remedy
+from rl.ranks.signals import remedy
 
 # ---- scrub ---------------------------------------------------------------------------------------
 # Replaces the environment's secrets (keys, passwords) in text to be written, logged or sent.
@@ -54,17 +53,15 @@ _IN_URL = re.compile(r"://(?:([^:\s/?#@]{16,})(?::|:x|:x-oauth-basic)?|[^:\s/?#@
 _SCHEME_WORD = re.compile(r"^\s*(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
 _ESCAPE = re.compile(
     r"""
-      %(?: HH | [uU]HHHH )
-    | \\(?: [xX]HH | U000HHHHH | [uU]HHHH | [uU]\{H{1,5}\} | [0-3][0-7]{2}
-          | [nrtNRT] | [\ -/:-@[-`{-~] | \r?\n[\ \t]* )
-    | &(?: \#[0-9]{1,7};? | \#[xX]H{1,6};? | [A-Za-z][A-Za-z0-9]{1,30}; )
-    | '(?: \\'' | "'"' | ' ) | ""
-    | \x1b\[[0-?]*[\ -/]*[@-~] | \u200b | \u200c | \u200d | \u2060 | \ufeff | \u00ad
-    """.replace("H", "[0-9A-Fa-f]"),
+      (?: % | \\[xX] ) ([0-9A-Fa-f]{2}) | \\[uU] ([0-9A-Fa-f]{4})
+    | \\ [nrtNRT\ -/:-@[-`{-~]
+    | &(?: \#[0-9]{1,7};? | \#[xX][0-9A-Fa-f]{1,6};? | [A-Za-z][A-Za-z0-9]{1,30}; )
+    """,
     re.VERBOSE,
 )
-"""URLs; JSON and programming languages; HTML; quotes in a shell, YAML or CSV; a terminal's colours
-and invisible characters. Each alternative begins with a character, so that `re` searches fast."""
+"""Of URLs; of JSON and programming languages; of HTML. Each alternative begins with a character, so
+that `re` searches fast."""
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 _BASE64 = re.compile(
     r"(?!\\[nrt])\\{0,9}+(?<!\\(?=[nrt]))"
     r"(?:(?:[A-Za-z0-9+/]{60,}+\r?\n)+[A-Za-z0-9+/]*|[A-Za-z0-9_+/-]{10,})={0,2}"
@@ -72,8 +69,6 @@ _BASE64 = re.compile(
 """A word that may be base64 of eight bytes or more, or lines of it. Not from the letter of an
 escaped line end on, and with the backslashes before it."""
 _IN_BASE64 = str.maketrans("-_", "+/", "\r\n")
-_MARKS = {0: None, 1: None}
-"""`_unescaped` leaves these characters, to be removed by `str.translate`."""
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
 """(a secret as `_folded` text has it, its variable); (its part of a base64 word, its variable)."""
 
@@ -96,9 +91,9 @@ def hide(name: str) -> None:
 def scrub(text: str, forms: _Forms | None = None) -> str:
     """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
 
-    Finds a secret in any letter case: verbatim, escaped as in a URL, JSON, HTML, a programming
-    language or a shell, up to five times within each other; in hexadecimal; in base64, within other
-    data and as in JSON or a URL. `forms`: of the secrets; None: looks them up.
+    Finds a secret in any letter case: verbatim, escaped as in a URL, JSON, HTML or a programming
+    language, up to five times within each other; in hexadecimal; in base64, within other data.
+    `forms`: of the secrets; None: looks them up.
     """
     pieces = list(text)
     spans = _spans(text, _forms(secrets()) if forms is None else forms)
@@ -180,14 +175,12 @@ def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
     for name, secret in named_secrets:
         data = secret.encode("utf-8", "surrogateescape")
         texts = {data.hex(), data.decode("latin-1")}
-        in_json = json.dumps(secret)[1:-1]
-        for text in (secret, in_json):
+        for text in (secret, json.dumps(secret)[1:-1]):
             while text not in texts:  # what looks like an escape in it is decoded with its text
                 texts.add(text)
-                text = _decoded(text).translate(_MARKS)
+                text = _decoded(text).replace("\0", "")
         forms += [(form, name) for form in set(map(_folded, texts)) if len(form) >= MIN_CHARS]
-        for coded in (data, in_json.encode(), quote(data, safe="").encode()):
-            cores += [(_base64_core(coded, offset), name) for offset in range(3)]
+        cores += [(_base64_core(data, offset), name) for offset in range(3)]
     return forms, cores
 
 
@@ -209,30 +202,27 @@ def _spans(text: str, forms: _Forms, depth: int = 5) -> Iterator[tuple[int, int,
         letters = word[0].translate(_IN_BASE64)
         yield from ((*word.span(), name) for core, name in present if core in letters)
     marked = _decoded(text) if depth else text
-    found = [] if marked == text else list(_spans(marked.translate(_MARKS), forms, depth - 1))
+    found = [] if marked == text else list(_spans(marked.replace("\0", ""), forms, depth - 1))
     if found:
-        chars = [match.span() for match in re.finditer("(?s)[^\0\1]\0*", marked)]
+        chars = [match.span() for match in re.finditer("(?s)[^\0]\0*", marked)]
         yield from ((chars[start][0], chars[end - 1][1], name) for start, end, name in found)
 
 
 def _decoded(text: str) -> str:
     """`text` with each escape decoded and as long as before: \\0 fills the places after the
-    escape's character, \\1 those of an escape without one."""
-    return _ESCAPE.sub(lambda match: _unescaped(match[0]), text)
+    escape's character."""
+    return _ESCAPE.sub(_unescaped, text)
 
 
-@lru_cache(maxsize=4096)
-def _unescaped(escape: str) -> str:
-    sign, digits = escape[0], escape.strip("%\\xXuU{}")
-    if sign == "&":
-        char = html.unescape(escape.lower())
-    elif sign in "%\\" and digits.isalnum() and len(escape) > 2:
-        char = chr(int(digits, 8 if escape == "\\" + digits else 16))
-    elif sign in "%\\'\"" and "\n" not in escape:
-        char = {"n": "\n", "r": "\r", "t": "\t"}.get(escape[-1].lower(), escape[-1])
+def _unescaped(escape: re.Match[str]) -> str:
+    text = escape[0]
+    if digits := escape[1] or escape[2]:
+        char = chr(int(digits, 16))
+    elif text[0] == "&":
+        char = html.unescape(text.lower())
     else:
-        char = ""
-    return char.ljust(len(escape), "\0" if char else "\1")
+        char = _LETTERS.get(text[1].lower(), text[1])
+    return char.ljust(len(text), "\0")
 
 
 def _folded(text: str) -> str:
@@ -393,38 +383,19 @@ key=value changes a key of the config (the value: Jsonnet; other text: a string)
   'rewards={clip: {type: "clip"}}'
 configs/base.libsonnet has every key with its meaning and default.
 """
-_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
-_HELP_MARKS = {
-    r"^(usage|options|positional arguments):": "bold",
-    r"^    (rl |python ).*?(?=   |$)": "cyan",
-}
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Its usage line leaves out the options that may be left out: they are listed below it."""
-
-    def add_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None = None,
-    ) -> None:
-        needed = [action for action in actions if action.required or not action.option_strings]
-        options = argparse.Action([], "options", nargs="?")
-        super().add_usage(usage, [options, *needed], [], prefix)
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser whose `doc` keeps its line ends; a wrong word is answered with the nearest one."""
+    """A parser whose `doc` keeps its line ends; a wrong option is answered with the nearest one."""
 
     def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
         # The formatter of the code removes the indentation of a docstring that ends with examples.
         blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
         filled = [block if re.search("(?m)^ ", block) else fill(block, 80) for block in blocks]
         text = "\n\n".join(filled)
-        super().__init__(prog, usage, text, formatter_class=_Formatter, allow_abbrev=False)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, text, formatter_class=formatter, allow_abbrev=False)
 
     def add_config(self) -> None:
         """The arguments `config` and `overrides`."""
@@ -436,17 +407,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
     def error(self, message: str) -> NoReturn:
-        if match := _CHOICE.search(message):
-            hint = nearest(match[1], match[2].replace("'", "").split(", "))
-            message = _CHOICE.sub(f"{match[1]!r} is no choice; {hint}", message)
-        elif match := _UNKNOWN.search(message):
+        if match := _UNKNOWN.search(message):
             actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
             options = [name for action in actions for name in action.option_strings]
             message += f"; {nearest(match[1], [name for name in options if name[1] == '-'])}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows examples\n")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        show(message.rstrip("\n"), file=file or sys.stderr, marks=_HELP_MARKS)
 
 
 def show(
@@ -480,7 +445,6 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
-        raise_on_exit()
         try:
             code = main(arguments)
             sys.stdout.flush()
@@ -494,11 +458,6 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
             complain("this config cannot run:", error.problems)
         except OSError as error:
             complain(remedy(error))
-        except UnicodeEncodeError as error:
-            complain(
-                f"{error.object!r} cannot be written in this locale's encoding ({error.encoding}): "
-                "set PYTHONUTF8=1, or a locale with UTF-8"
-            )
         except ValueError as error:
             complain(str(error))
         return 1

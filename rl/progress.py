@@ -58,12 +58,7 @@ class Progress:
 
 @contextmanager
 def counted(unit: str, total: int, done: int = 0) -> Iterator[Progress]:
-    """Reports progress while the block runs; the block calls `step` or `at`. While a run loads, the
-    launcher prints it."""
-    if heartbeat.is_loading():
-        yield Progress(unit, total, done, heartbeat.note_loading)
-        heartbeat.note_loading("")
-        return
+    """Reports progress while the block runs; the block calls `step` or `at`."""
     console = _console or Console(True, wrapped(sys.stderr))
     with console.live(unit) as show:
         yield Progress(unit, total, done, show)

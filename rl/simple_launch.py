@@ -83,9 +83,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
-    if args.gpu_gb is not None:
-        # An override also reaches the ranks, and the keys that the file derives from gpu_gb.
-        args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
     try:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
@@ -143,10 +140,9 @@ def _refuse(problems: Sequence[str]) -> None:
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
     """Overrides for a trial of any config: few iterations and held-out samples, a run name of its
     own, nothing published. On one node the name is new; several nodes have to agree on it."""
-    name, number = f"{config.run_name}_smoke", 1
-    while num_nodes == 1 and (Path(config.base_exp_dir) / name).exists():
-        number += 1
-        name = f"{config.run_name}_smoke_{number}"
+    name = f"{config.run_name}_smoke"
+    if num_nodes == 1:
+        name += time.strftime("_%m%d_%H%M%S")
     num_samples = min(config.evaluation.num_samples, max(SMOKE_SAMPLES, config.world_size))
     return [
         f"run_name={name!r}",
@@ -178,32 +174,26 @@ def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Memory problems of a start on this machine's GPUs, or on GPUs of --gpu-gb; [] without GPUs.
-    If the config is written for another size, says so."""
+    """Memory problems of a start on this machine's GPUs; [] without GPUs. If the config is written
+    for another size, says so."""
     machine = dist.look_at_machine()
     num_ranks = config.world_size // args.nnodes
-    if args.gpu_gb is not None:
-        machine = dist.Machine((args.gpu_gb,) * len(machine.cuda_gb))
-
-    host_gb = this_machine.host_memory_gb()
-    problems = check_report.problems_here(config, machine, num_ranks, host_gb)
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
-    if own_gb is None or LEAST_RATIO <= own_gb / config.gpu_gb <= MOST_RATIO:
-        return problems
-    mismatch = (
-        f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
-        f"gpu_gb={math.floor(own_gb)} the file derives other values from it, if it derives any"
-    )
-    if problems:
-        return [mismatch, *problems]
-    _say(mismatch)
-    return []
+    if own_gb is not None and not LEAST_RATIO <= own_gb / config.gpu_gb <= MOST_RATIO:
+        _say(
+            f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
+            f"gpu_gb={math.floor(own_gb)} the file derives other values from it, if it derives any"
+        )
+    host_gb = this_machine.host_memory_gb()
+    return check_report.problems_here(config, machine, num_ranks, host_gb)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     of_ranks = argv[-1:] and Path(argv[-1]).name == "check_distributed.py"
     name = RANKS if of_ranks else CHECK if "--check" in argv else TRAIN
-    usage = f"{name} [options]" + " config.jsonnet [key=value ...]" * (name != RANKS)
+    usage = f"{name} [options]"
+    if name != RANKS:
+        usage += " config.jsonnet [key=value ...]"
     parser = printing.Parser(name, HELP[name], usage)
     add = parser.add_argument
 
@@ -221,31 +211,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help=only(
             TRAIN,
-            "restart at most N times if the machine ended the run (a rank was killed or hung, a "
-            "device or connection failed) and an iteration was saved since the last start",
+            "restart at most N times if the run fails (a rank is killed or hangs, a device or a "
+            "connection fails) and an iteration was saved since the last start",
         ),
     )
     add("--smoke", action="store_true", help=only(TRAIN, "two iterations, under a name of its own"))
     add("--check", action="store_true", help=only(TRAIN, "as rl check: start nothing"))
     add("--online", action="store_true", help=only(CHECK, "ask the judge one real question, too"))
     add(
-        "--gpu-gb",
-        type=float,
-        help=argparse.SUPPRESS
-        if of_ranks
-        else "sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
-    )
-    add(
         "--conformance",
         metavar="PLUGIN",
-        help=argparse.SUPPRESS
-        if of_ranks
-        else "with --check: test this policy or engine, of a config or at tiny size on the CPU",
+        help=only(CHECK, "test this policy or engine, of a config or at tiny size on the CPU"),
     )
     add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     few_ranks = args.nproc is not None and args.nproc < 1
-    no_size = args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf
     several = args.nnodes > 1
     for is_wrong, problem in (
         (few_ranks, f"--nproc {args.nproc}: at least one rank is needed"),
@@ -264,7 +244,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         ),
         (args.online and not args.check, "--online needs --check; a start asks the judge anyway"),
         (args.conformance and not args.check, "--conformance needs --check"),
-        (no_size, f"--gpu-gb {args.gpu_gb} is not a size in GB"),
     ):
         if is_wrong:
             parser.error(problem)
@@ -304,14 +283,15 @@ def launch(
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
-        if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
+        is_stopped = ending.code - 128 in signals.STOP_SIGNALS
+        if config is None or args.retries == 0 or ending.code == 0 or is_stopped:
             break
         saved = _iterations_on_disk(config.run_dir)
-        if start == args.retries or not ending.by_machine or saved <= saved_before:
+        if start == args.retries or saved <= saved_before:
             _say(
-                f"not started again: {ending.what} (--retries {args.retries}: after so many "
-                "failures of the machine, each only if an iteration was saved since the last "
-                f"start; saved before this one: {saved_before}, now: {saved})"
+                f"not started again: {ending.what} (--retries {args.retries}: so many times, each "
+                "only if an iteration was saved since the last start; saved before this one: "
+                f"{saved_before}, now: {saved})"
             )
             break
         _say(f"started again, {start + 1} of {args.retries}: {ending.what}")
@@ -340,7 +320,7 @@ def _one_start(
             ) as (rdzv_env, nodes):
                 return run(rdzv_env, nodes)
         except supervision.RendezvousError as error:
-            return supervision.Ending(1, "the nodes did not meet", False, (str(error),))
+            return supervision.Ending(1, "the nodes did not meet", (str(error),))
 
 
 def _run_ranks(
@@ -364,7 +344,7 @@ def _run_ranks(
         began_s, line_s = time.monotonic(), LOADING_LINE_S
         while ending is None:
             spent_s = time.monotonic() - began_s
-            if spent_s >= line_s:
+            if spent_s >= line_s and args.script == "rl.train":
                 line_s = 2 * spent_s
                 _print_loading(spent_s, heartbeat.read(beats[min(beats)]))
             if stop_signals:
@@ -373,7 +353,7 @@ def _run_ranks(
                 ranks.leave([signal.SIGTERM], supervision.PEERS_TERM_S)
                 ending = supervision.of_failure(first, ranks.failures(), notes, log_dir)
             elif ranks.all_done():
-                ending = supervision.Ending(0, "", by_machine=False)
+                ending = supervision.Ending(0, "")
             elif watch.look():
                 ending = ranks.end_hung()
             elif nodes is not None and (lost := nodes.lost()):
@@ -383,13 +363,12 @@ def _run_ranks(
         supervision.end_leftovers(pids.values())
         if nodes is not None:
             nodes.ending = ending.what
-        return replace(ending, stop_requested=bool(stop_signals))
+        return replace(ending, code=128 + stop_signals[0]) if stop_signals else ending
 
 
 def _print_loading(spent_s: float, beat: heartbeat.Beat | None) -> None:
-    if beat is not None and beat.loading is not None:
-        status = ": ".join(filter(None, (beat.where, beat.loading)))
-        _say(f"[{spent_s:3.0f} s] loading: {status}")
+    if beat is not None and beat.phase == heartbeat.LOADING:
+        _say(f"[{spent_s:3.0f} s] loading: {beat.where}")
 
 
 def _start_ranks(

@@ -16,7 +16,7 @@ from rl import build, printing
 from rl.algorithm.metrics import Metrics
 from rl.api.types import SamplingParams
 from rl.config.schema import RunConfig
-from rl.ranks import heartbeat, signals
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with build.naming_plugins(build.resolve(config)), open_run(config, dist) as run:
-            heartbeat.stop_loading()
             gc.set_threshold(700)  # rl/__init__.py raised it; frees tensors in cycles early
             train(run)
     except NothingToDoError as reason:

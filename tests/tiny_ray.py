@@ -192,7 +192,7 @@ def make_pool(
     monkeypatch.setattr(Painter, "drawn", [])
     monkeypatch.setattr(ray_process, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(ray_process, "POLL_S", 0.01)
-    monkeypatch.setattr(ray_process, "connect", lambda start: (ray, "here", ("here", ""), ""))
+    monkeypatch.setattr(ray_process, "connect", lambda address: ray)
 
     def started(self: PooledRenderer, start: Any) -> Any:
         self._pipe, child = Pipe()
@@ -207,7 +207,7 @@ def make_pool(
     monkeypatch.setattr(PooledRenderer, "_started", started)
     config = config_of(workers)
     plugin = build.Plugin("renderer", Config(type="tiny_ray.Painter"), Painter)
-    return pooled(plugin, config, Dist(), set())
+    return pooled(plugin, config, Dist())
 
 
 def config_of(workers: int | str) -> RunConfig:

@@ -405,9 +405,8 @@ class RenderPoolConfig(Section):
     workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = 0
     """Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     and die at any time."""
-    address: Annotated[str, Field(pattern=r"^(auto|local|[^\s/]+:\d{1,5})$")] = "auto"
-    """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
-    'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
+    address: Annotated[str, Field(pattern=r"^(auto|[^\s/]+:\d{1,5})$")] = "auto"
+    """Of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`)."""
     num_gpus: Annotated[float, Field(ge=0, le=64)] = 1.0
     """GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     the ranks have no GPU."""
@@ -461,8 +460,7 @@ class RunConfig(Section):
     call takes, e.g. a compile. The judge has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
-    it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb 80`
-    sets `gpu_gb=80`, and a start then also plans for 80 GB."""
+    it, and a file may derive other keys from it. A start plans for the GPUs it finds."""
     policy: PluginSection
     """A plugin of rl/policies."""
     engine: PluginSection

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -16,7 +16,6 @@ from itertools import count
 from multiprocessing.connection import Pipe
 from typing import Any
 
-import psutil
 import torch
 from PIL import Image
 
@@ -25,7 +24,6 @@ from rl.api.plugin import Resources
 from rl.api.renderer import Renderer
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.config.schema import RunConfig
-from rl.judge.server import NEEDED_SECRETS
 from rl.pool import ray_process
 from rl.pool.ray_process import Done, Failed, Start, State, Task, receive, send
 from rl.printing import environment_without
@@ -37,8 +35,6 @@ METRICS: Mapping[str, Metric] = {
     "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
     "pool_restarts": Metric("workers", "lost, in whose place others were started"),
 }
-SILENT_S = 12 * ray_process.TICK_S
-"""A process that says nothing longer is stuck: the launcher's hang watch ends the run."""
 CLOSE_S = 60.0
 """How long the process may take to leave Ray."""
 STOP_S = 2.0
@@ -49,43 +45,31 @@ class PooledRenderer(Renderer[Any]):
     """Has the interface of the renderer that the pool's actors run. Which batch a picture is drawn
     in does not depend on the actors, so their number changes no bit."""
 
-    def __init__(self, plugin: Any, config: RunConfig, dist: Dist, used: Set[str]) -> None:
+    def __init__(self, plugin: Any, config: RunConfig, dist: Dist) -> None:
         """Starts a process that uses Ray, and with it the actors, which load the renderer
-        meanwhile. Collective. `plugin`: the renderer's (`build.Plugin`); `used`: the run's own
-        devices. Raises ValueError on all ranks if the cluster cannot be used on one."""
+        meanwhile. Collective. `plugin`: the renderer's (`build.Plugin`). Raises
+        ValueError on all ranks if the cluster cannot be used on one."""
         super().__init__(plugin.config, Resources(None, dist.device))
         self._cls = plugin.cls
         self._fits: Fits = {}
         self._numbers = count()
         self._state = State(0, 0, None)
-        self._heard_s = time.monotonic()
         self._failed: Failed | None = None
         self._lost_before = 0
         self._metrics: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         spec = ray_process.spec_of(plugin.cls, plugin.config, torch.get_num_threads(), dist.device)
         spec["name"] = "run-" + blake2b(bytes(config.run_dir.absolute()), digest_size=6).hexdigest()
-        tokens = {key: os.environ[key] for key in NEEDED_SECRETS if key in os.environ}
-        joins, where, failure = None, "", ""
-        for is_main in (True, False):  # rank 0 finds or starts the cluster, the others join it
-            if dist.is_main is is_main:
-                try:
-                    free = _free_gpus(dist, used) if is_main else None
-                    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size))
-                    may_start = ranks_here == dist.world_size
-                    offset = dist.rank / dist.world_size
-                    start = Start(spec, config.render_pool, joins, free, tokens, offset, may_start)
-                    where, joins = self._started(start)
-                except Exception as error:
-                    failure = str(error) or type(error).__name__
-            replies = dist.gather((joins, failure))
-            failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]
-            if failures:
-                raise ValueError(failures[0].removeprefix("rank 0: "))
-            joins = replies[0][0]
-        self.where = where
+        failure = ""
+        try:
+            start = Start(spec, config.render_pool, dist.rank / dist.world_size)
+            self.where = self._started(start)
+        except Exception as error:
+            failure = f"rank {dist.rank}: {str(error) or type(error).__name__}"
+        if failures := list(filter(None, dist.gather(failure))):
+            raise ValueError(failures[0])
 
-    def _started(self, start: Start) -> tuple[str, tuple[str, str]]:
-        """Start the process: (what it found, address and token for other ranks)."""
+    def _started(self, start: Start) -> str:
+        """Start the process; returns the cluster that it found."""
         self._pipe, child = Pipe()
         program = "import sys; from rl.pool.ray_process import main; main(int(sys.argv[1]))"
         # In a session of its own: what stops a run must not reach Ray before the run has saved.
@@ -102,7 +86,7 @@ class PooledRenderer(Renderer[Any]):
         found = self._received(timeout_s=None)
         if found is None:
             raise RuntimeError("the run was asked to stop while it connected to Ray")
-        return found
+        return str(found)
 
     def wait(self) -> None:
         """Wait until an actor has loaded the renderer. Raises RuntimeError if none can."""
@@ -178,8 +162,8 @@ class PooledRenderer(Renderer[Any]):
         return number
 
     def _received(self, timeout_s: float | None = ray_process.POLL_S) -> Any:
-        """The process's next message; None if none comes. Raises ValueError and RuntimeError."""
-        if time.monotonic() - self._heard_s < SILENT_S:  # else the hang watch counts
+        """The process's next message; None if none comes. Raises RuntimeError."""
+        if self._state.num_ready == 0:  # else a hang of all actors is one of the run
             heartbeat.note_wait()
         try:
             message = self._failed
@@ -189,12 +173,12 @@ class PooledRenderer(Renderer[Any]):
             time.sleep(STOP_S)
             if signals.stop_received():
                 return None
-            message = Failed("runtime", ray_process.RAY_ENDED)
+            message = Failed(ray_process.RAY_ENDED)
         if isinstance(message, Failed):
             self._failed = message
-            raise (ValueError if message.kind == "value" else RuntimeError)(message.text)
+            raise RuntimeError(message.text)
         if message is not None:
-            self._heard_s = time.monotonic()
+            heartbeat.note_wait()
         if isinstance(message, State):
             self._state = message
         return message
@@ -211,7 +195,7 @@ class PooledRenderer(Renderer[Any]):
         return means | {"pool_workers": self._state.num_ready, "pool_restarts": num_lost}
 
     def close(self) -> None:
-        """Leave the cluster; one that this rank has started ends."""
+        """Leave the cluster, and end this rank's actors."""
         self._pipe.close()
         try:
             self._process.wait(CLOSE_S)
@@ -250,24 +234,8 @@ def _lacked_memory(outcomes: Any) -> bool:
     )
 
 
-def _free_gpus(dist: Dist, used: Set[str]) -> str | None:
-    """This machine's GPUs that are neither `used` nor those of a judge that this process has
-    started, as in CUDA_VISIBLE_DEVICES; '' if there is none, None if the ranks use none."""
-    if not dist.device.startswith("cuda"):
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    taken: set[str] = set()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            stated = child.environ().get("CUDA_VISIBLE_DEVICES", "")
-            taken |= set(stated.split(",")) if stated != visible else set()
-    free = [name for i, name in enumerate(names) if f"cuda:{i}" not in used and name not in taken]
-    return ",".join(free)
-
-
-def pooled(plugin: Any, config: RunConfig, dist: Dist, used: Set[str]) -> PooledRenderer:
+def pooled(plugin: Any, config: RunConfig, dist: Dist) -> PooledRenderer:
     """The renderer of `plugin` in the pool of `config`, with the metrics of both."""
     members = {"metrics": {**plugin.cls.metrics, **METRICS}, "accepts": plugin.cls.accepts}
-    made: PooledRenderer = type("Pooled", (PooledRenderer,), members)(plugin, config, dist, used)
+    made: PooledRenderer = type("Pooled", (PooledRenderer,), members)(plugin, config, dist)
     return made

@@ -7,25 +7,20 @@ dies, and replaces its signal handlers: so it may have this process, and no rank
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle  # nosec B403 - between a rank and its own process
 import queue
 import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rl.api.plugin import PlacedConfig, Resources, reported_by
@@ -43,21 +38,17 @@ LOOK_EVERY_S = 2.0
 AT_ONCE = 2
 """Batches that a rank keeps at an actor: one is drawn while the next is on its way."""
 MAX_TRIES = 3
-"""Actors that may die of a batch before its pictures are UNGRADED."""
-HANG_S = 1800.0
-"""An actor that answers nothing this long, though it has a batch, is ended."""
+"""Actors that may die of a batch before its pictures are UNGRADED; starts of an actor in a row."""
 MAX_WAIT_S = 1800.0
 """How long a run waits while there is no actor before it saves and stops."""
 WARN_EVERY_S = 60.0
-TICK_S = 10.0
-"""A rank takes this process for stuck that says nothing many times as long."""
 RAY_ENDED = (
     "render_pool: Ray's process on this machine (raylet) has ended: something killed it, or the "
     "cluster's head did not answer for a minute. The run resumes with the same command"
 )
 NAMESPACE = "vlm_edit_rl"
 FIRST = "first"
-"""Beginning of the name of the actor that draws the pool's first batch, which all others check."""
+"""Name of the actor that draws every rank's first batch; all others check one of these."""
 INHERITED = ("TORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "MKL_", "HF_HUB_", "HF_HOME")
 """Beginnings of the environment variables that an actor gets from the rank: they change where a
 model is found and how it computes."""
@@ -70,17 +61,8 @@ class Start(NamedTuple):
 
     spec: Mapping[str, Any]
     pool: RenderPoolConfig
-    joins: tuple[str, str] | None
-    """(address, token or '') of the cluster that rank 0 found or started; None for rank 0."""
-    free_gpus: str | None
-    """For a cluster that this process starts: this machine's free GPUs, as CUDA_VISIBLE_DEVICES
-    names them; None: actors use none."""
-    secrets: Mapping[str, str]
-    """Environment variables for actors of a cluster that the run has started, and for no other."""
     offset: float
     """Rank / number of ranks: each rank begins with another actor."""
-    may_start: bool
-    """Whether this process may start Ray on this machine."""
 
 
 class Task(NamedTuple):
@@ -103,7 +85,7 @@ class Done(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a rank learns about the pool whenever it changes, and every `TICK_S`."""
+    """What a rank learns about the pool whenever it changes."""
 
     num_ready: int
     num_lost: int
@@ -113,11 +95,10 @@ class State(NamedTuple):
 class Failed(NamedTuple):
     """The pool cannot go on."""
 
-    kind: Literal["value", "runtime"]
     text: str
 
 
-def send(pipe: Connection, message: NamedTuple | tuple[Any, ...]) -> None:
+def send(pipe: Connection, message: NamedTuple | str) -> None:
     """Send without torch's own pickling, which would share memory and not copy it."""
     pipe.send_bytes(pickle.dumps(message, protocol=5))
 
@@ -179,23 +160,14 @@ class Worker:
 
     def draw(self, jobs: Sequence[RenderJob]) -> tuple[list[Any], Mapping[str, float]]:
         """(an outcome per job, the renderer's metrics)."""
-        drawn = self._unless_lost(lambda: dict(self._renderer.render(jobs)))
+        drawn = dict(self._renderer.render(jobs))
         reported = reported_by(self._renderer)
         metrics = {} if isinstance(reported, Exception) else dict(reported)
         return [drawn[number] for number in range(len(jobs))], metrics
 
     def prepare(self, method: str, *arguments: Any) -> tuple[Any, Mapping[str, float]]:
         """(the result of the renderer's `encode_sources` or `decode_sources`, no metrics)."""
-        return self._unless_lost(lambda: getattr(self._renderer, method)(*arguments)), {}
-
-    def _unless_lost(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`; the actor ends with its device, so that another one takes over."""
-        try:
-            return work()
-        except Exception as error:
-            if signals.is_lost_device(error):
-                os._exit(1)
-            raise
+        return getattr(self._renderer, method)(*arguments), {}
 
 
 def digests_of(outcomes: Sequence[Any]) -> list[str]:
@@ -227,7 +199,6 @@ class Running:
     task: Task
     name: str
     handle: Any
-    since_s: float
 
 
 @dataclass(eq=False)
@@ -246,15 +217,13 @@ class Pool:
     starting: dict[Any, str] = field(default_factory=dict)
     """Call of `state_dim`, which is answered when the renderer is loaded -> actor."""
     ready: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    """Actor that could not start -> why."""
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    """Actor -> why it could not be started, each time since it last was."""
     waiting: deque[Task] = field(default_factory=deque)
     running: dict[Any, Running] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     reference: Any = None
-    """(the first batch that was drawn, the digests of its pictures, the actor that drew it)."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Actor -> why it could not be started last."""
+    """(the first batch that was drawn, the digests of its pictures)."""
     registry: Any = None
     _looked_s: float = -1e9
     _ready_s: float = field(default_factory=time.monotonic)
@@ -285,7 +254,7 @@ class Pool:
         return done
 
     def _look(self) -> None:
-        """Start missing actors, end those that hang, and give up without any."""
+        """Start missing actors, and give up without any."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_EVERY_S:
             return
@@ -294,20 +263,15 @@ class Pool:
         if own not in [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]:
             raise RuntimeError(RAY_ENDED)
         self.reference = self.reference or self._agree(None)
-        all_refused = len(self.refused) >= MAX_TRIES and not self.handles
-        for name in () if all_refused else self._wanted():
-            if name not in self.handles and name not in self.refused:
+        for name in self._wanted():
+            if name not in self.handles and len(self.failures.get(name, ())) < MAX_TRIES:
                 self._create(name)
-        for each in [*self.running.values()]:
-            if now_s - each.since_s > HANG_S:
-                self._lose(each, f"it has not answered for {duration(HANG_S)}")
         if self.ready:
             self._ready_s = now_s
             return
         waited_s = now_s - self._ready_s
-        if waited_s > MAX_WAIT_S or all_refused:
-            last = {**self.failures, **self.refused}
-            reasons = "".join(f"\n{name}: {why}" for name, why in last.items())
+        if waited_s > MAX_WAIT_S or not self.handles:
+            reasons = "".join(f"\n{name}: {whys[-1]}" for name, whys in self.failures.items())
             raise RuntimeError(
                 f"render_pool: no worker can draw after {duration(waited_s)}; `ray status` says "
                 f"more. The run resumes with the same command{reasons}"
@@ -322,11 +286,10 @@ class Pool:
     def _wanted(self) -> list[str]:
         """Names of the actors that should exist; Ray keeps those without a place in its queue."""
         if self.reference is None:
-            return [f"{FIRST}-{len(self.refused)}"]
+            return [FIRST]
         workers = self.start.pool.workers
         number = workers if isinstance(workers, int) else self._places()
-        has_first = any(name.startswith(FIRST) for name in self.handles)
-        return [str(n) for n in range(number - has_first)]
+        return [str(n) for n in range(number - (FIRST in self.handles))]
 
     def _places(self) -> int:
         """Number of actors that the cluster has room for; at least one."""
@@ -338,7 +301,7 @@ class Pool:
 
     def _create(self, name: str) -> None:
         actor = self.ray.remote(Worker).options(**self.options, name=f"{self.prefix}/{name}")
-        self.handles[name] = actor.remote(self.start.spec, self.reference and self.reference[:2])
+        self.handles[name] = actor.remote(self.start.spec, self.reference)
         self.starting[self.handles[name].state_dim.remote()] = name
 
     def _send(self) -> None:
@@ -352,53 +315,41 @@ class Pool:
             task = self.waiting.popleft()
             handle = self.handles[name]
             call = getattr(handle, task.kind).remote(*task.arguments)
-            self.running[call] = Running(task, name, handle, time.monotonic())
+            self.running[call] = Running(task, name, handle)
 
     def _started(self, name: str, call: Any) -> None:
         try:
             self.state_dim = self.ray.get(call)
             self.ready.append(name)
+            self.failures.pop(name, None)
         except self.ray.exceptions.RayError as error:
-            why = _last_line(error)
-            if getattr(error, "actor_init_failed", False):
-                self.refused[name] = why
-                warn(f"render_pool: worker {name} is not used: {why}")
-            elif self.failures.get(name) != why:
-                self.failures[name] = why
-                warn(f"render_pool: worker {name} could not be started, and is again: {why}")
+            self.failures.setdefault(name, []).append(_last_line(error))
+            warn(f"render_pool: worker {name} could not be started: {_last_line(error)}")
             self.handles.pop(name, None)
 
     def _finished(self, done: Running, call: Any) -> list[Done]:
         task = done.task
         try:
             result, metrics = self.ray.get(call)
-        except self.ray.exceptions.RayTaskError as error:  # the renderer's own
-            if isinstance(error.cause, ValueError):
-                raise ValueError(f"render_pool: {error.cause}") from None
-            raise RuntimeError(f"render_pool: worker {done.name}: {_last_line(error)}") from None
         except self.ray.exceptions.RayError as error:
+            is_own = isinstance(error, self.ray.exceptions.RayTaskError)  # the renderer's
+            if is_own and not signals.is_lost_device(error.cause):
+                text = f"render_pool: worker {done.name}: {_last_line(error)}"
+                raise RuntimeError(text) from None
             self._lose(done, _last_line(error))
             if self.tries.get(task.number, 0) < MAX_TRIES:
                 self.waiting.appendleft(task)
                 return []
             text = f"worker_lost: {_last_line(error)} (after {MAX_TRIES} tries)"
             return [Done(task.number, RenderFailure(text), {}, "")]
-        for each in self.running.values():
-            if each.handle is done.handle:
-                each.since_s = time.monotonic()  # it draws this one only now
         if task.kind == "draw" and self.reference is None:
-            self._propose(done, result)
-            if self.reference and self.reference[2] != done.name:
-                # Another rank's first actor was faster, and this one has not been checked.
-                self._lose(done, "another worker drew the first batch")
-                self.waiting.appendleft(task)
-                return []
+            self._propose(task.arguments[0], result)
         return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
 
-    def _propose(self, done: Running, outcomes: Sequence[Any]) -> None:
+    def _propose(self, jobs: Sequence[RenderJob], outcomes: Sequence[Any]) -> None:
         """Make this batch the reference, if all of its pictures were drawn."""
         if not any(outcome is None or isinstance(outcome, RenderFailure) for outcome in outcomes):
-            reference = (done.task.arguments[0], digests_of(outcomes), done.name)
+            reference = (jobs, digests_of(outcomes))
             self.reference = self._agree(reference) or reference
 
     def _agree(self, reference: Any) -> Any:
@@ -435,103 +386,26 @@ def _last_line(error: Exception) -> str:
 # ---- cluster -------------------------------------------------------------------------------------
 
 
-def connect(start: Start) -> tuple[Any, str, tuple[str, str], str]:
-    """Connect this process to Ray: (its module, what was found, (address, token) for other ranks,
-    folder to delete at the end or '').
-
-    Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
-    reached.
-    """
+def connect(address: str) -> Any:
+    """Connect this process to the cluster at `address`; Ray's module. Raises ValueError without
+    Ray, without token authentication, or for a cluster that cannot be reached."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address, token = start.joins or (start.pool.address, "")
-    if start.joins is None and address == "auto":
-        address = _running_here() or "local"
-    is_local = address == "local" or bool(token)
-    if is_local:
-        token = token or secrets.token_hex(32)
-        os.environ |= {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": token,
-            # Ray's switch for macOS and Windows; it makes every process listen on 127.0.0.1 only.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            "RAY_enable_metrics_collection": "0",
-            # Ray gives up on a process that takes a minute to start, as on a busy machine.
-            "RAY_worker_register_timeout_seconds": "600",
-            "RAY_raylet_start_wait_time_s": "600",
-        }
-    elif start.joins is None:
-        _require_token(address)
     try:
         import ray
     except ImportError as error:
         raise ValueError(RAY_MISSING) from error
-    folder, options = _local_options(start) if address == "local" else ("", {})
+    _require_token(address)
     try:
         ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **options,
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
-    except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(error, ConnectionError):
-            raise
+    except ConnectionError as error:
         raise ValueError(
             f"render_pool.address: no Ray cluster answers at {address!r} ({_last_line(error)}); "
             "start one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray "
             "process on its own node"
         ) from None
-    found = ray.get_runtime_context().gcs_address
-    where = f"the Ray cluster at {found}"
-    if is_local:
-        where = f"a Ray cluster on this machine, {found}, which ends with the run"
-    return ray, where, (found, token), folder
-
-
-def _local_options(start: Start) -> tuple[str, dict[str, Any]]:
-    """(a private folder for a cluster on this machine, the options of `ray.init`). Raises
-    ValueError if the run may start none, or has no GPU for it."""
-    if not start.may_start:
-        raise ValueError(
-            "render_pool: no Ray cluster is found, and a run on several machines does not start "
-            "one: run `ray start` on every node first (docs/scale.md)"
-        )
-    gpus = start.free_gpus
-    if gpus == "":
-        raise ValueError(
-            "render_pool: the ranks (and a judge that the run starts) use all GPUs of this "
-            "machine, and no Ray cluster with others is found; start fewer ranks (--nproc), or "
-            "join machines with `ray start` (docs/scale.md)"
-        )
-    if gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    # Not Ray's own folder, where other programs look for it, nor in TMPDIR, because a socket's path
-    # has at most 107 bytes, of which Ray's names need 64. Ray makes its folder public, so it is
-    # inside a private one.
-    folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
-    return folder, {
-        "num_gpus": None if gpus is None else len(gpus.split(",")),
-        "_temp_dir": f"{folder}/r",
-        "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",
-    }
-
-
-def _running_here() -> str:
-    """Address of the cluster that this machine belongs to; '' if none answers."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    with suppress(OSError, ValueError):  # no cluster, or a damaged file
-        address = Path(_ADDRESS_FILE).read_text(encoding="utf-8").strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=5):
-            return address
-    return ""
-
-
-_ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only looked for
+    return ray
 
 
 def _require_token(address: str) -> None:
@@ -549,8 +423,7 @@ def _require_token(address: str) -> None:
 NO_TOKEN = (
     "render_pool: a Ray cluster without token authentication runs any code of whoever reaches its "
     "ports: set RAY_AUTH_MODE=token in the environment of `ray start` on every node and of this "
-    "run, with one token for all (`ray get-auth-token --generate`, SECURITY.md). "
-    "render_pool.address=local does not use that cluster"
+    "run, with one token for all (`ray get-auth-token --generate`; docs/scale.md)"
 )
 # A program that fails unless the cluster answers.
 _ASK_HEAD = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
@@ -559,17 +432,15 @@ _ASK_HEAD = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)
 def serve(rank: Connection) -> None:
     """Answer the rank until it closes the pipe."""
     start: Start = receive(rank)
-    ray, where, joins, folder = connect(start)
+    ray = connect(start.pool.address)
     try:
-        send(rank, (where, joins))
-        _work(rank, ray, start, is_own=bool(folder or joins[1]))
+        send(rank, f"the Ray cluster at {ray.get_runtime_context().gcs_address}")
+        _work(rank, ray, start)
     finally:
         ray.shutdown()
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(rank: Connection, ray: Any, start: Start, is_own: bool) -> None:
+def _work(rank: Connection, ray: Any, start: Start) -> None:
     env = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
     options = {
         "namespace": NAMESPACE,
@@ -577,13 +448,13 @@ def _work(rank: Connection, ray: Any, start: Start, is_own: bool) -> None:
         "num_cpus": 1,
         "num_gpus": start.pool.num_gpus if start.spec["on_gpu"] else 0,
         "resources": dict(start.pool.resources),
-        "runtime_env": {"env_vars": env | dict(start.secrets if is_own else {})},
+        "runtime_env": {"env_vars": env},
     }
     pool = Pool(ray, start, options, start.spec["name"])
     tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     # The rank must never wait for this process to read, which may wait for the rank to read.
     threading.Thread(target=_read, args=[rank, tasks], daemon=True).start()
-    told, told_s = None, -math.inf
+    told = None
     while True:
         with suppress(queue.Empty):
             while True:
@@ -593,9 +464,9 @@ def _work(rank: Connection, ray: Any, start: Start, is_own: bool) -> None:
                 pool.waiting.append(task)
         done = pool.step()
         state = State(len(pool.ready), pool.num_lost, pool.state_dim)
-        if state != told or time.monotonic() - told_s > TICK_S:
+        if state != told:
             send(rank, state)
-            told, told_s = state, time.monotonic()
+            told = state
         for each in done:
             send(rank, each)
 
@@ -617,6 +488,5 @@ def main(descriptor: int) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:
-        kind: Literal["value", "runtime"] = "value" if isinstance(error, ValueError) else "runtime"
         with suppress(OSError):
-            send(rank, Failed(kind, str(error) or type(error).__name__))
+            send(rank, Failed(str(error) or type(error).__name__))

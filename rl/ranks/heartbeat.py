@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
@@ -86,11 +85,11 @@ FEW_PLACES = 4
 LONG_GAP_S = 10.0
 """A longer gap between two samples means that this process was stopped; its idle time is reset."""
 LOADING = "loading"
+"""The phase before the first one."""
 BETWEEN = "between phases"
 _BYTES = 4096
 """Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
-_REPORTERS = (__name__, "contextlib", "rl.progress")
 _PEERS = "torch.distributed.distributed_c10d"
 """A rank inside one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
@@ -108,10 +107,6 @@ class Beat:
     where: str
     """The main thread's place in the code, e.g. 'rl.engines.vllm, in torch'."""
     waits_for_ranks: bool
-    has_saved: bool
-    """The rank was asked to stop, and all its finished work is on disk."""
-    loading: str | None
-    """While a run loads: what it counts or waits for, '' for nothing; None afterwards."""
 
 
 class _Heart:
@@ -119,8 +114,6 @@ class _Heart:
         self.phases = [(LOADING, time.monotonic())]
         """(phase, when it began) of the enclosing phases, the innermost last."""
         self.moved_s = time.monotonic()
-        self.has_saved = False
-        self.loading: str | None = None
         self.descriptor: int | None = None
         self.writing = threading.RLock()
         """Keeps the heartbeat thread from overwriting a newer phase, written by the main thread,
@@ -139,16 +132,13 @@ class _Heart:
     def _write(self, descriptor: int) -> None:
         phases = self.phases[1:] or self.phases
         stack = calls()
-        outside = dropwhile(lambda call: call.module in _REPORTERS, stack)
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
             phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=described(list(outside))[:_MAX_CHARS],
+            where=described(stack)[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in stack),
-            has_saved=self.has_saved,
-            loading=self.loading and self.loading[:_MAX_CHARS],
         )
         try:
             os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
@@ -175,31 +165,9 @@ def phase(name: str) -> Iterator[None]:
         _heart.beat()
 
 
-def is_loading() -> bool:
-    return _heart.loading is not None
-
-
-def note_loading(progress: str) -> None:
-    """Set what the launcher prints beside this rank's place while it loads; '' for nothing."""
-    if is_loading():
-        _heart.loading = progress
-
-
-def stop_loading() -> None:
-    """Record that the run is loaded."""
-    _heart.loading = None
-    _heart.beat()
-
-
 def note_wait() -> None:
     """Record that this process waits for something expected: a long wait is then no hang."""
     _heart.moved_s = time.monotonic()
-
-
-def note_saved() -> None:
-    """Record that all finished work of this rank, which was asked to stop, is on disk."""
-    _heart.has_saved = True
-    _heart.beat()
 
 
 def file_name(rank: int) -> str:
@@ -207,10 +175,9 @@ def file_name(rank: int) -> str:
     return f"beat_{rank}.json"
 
 
-def start(file: Path, log: TextIO, loads: bool = False) -> None:
+def start(file: Path, log: TextIO) -> None:
     """Write heartbeats to `file` until this process ends; stacks, also of a crash, go to `log`,
-    which must stay open. `loads`: a run loads until `stop_loading`. Call it once, early."""
-    _heart.loading = "" if loads else None
+    which must stay open. Call it once, early."""
     faulthandler.enable(log)
     faulthandler.register(STACKS_SIGNAL, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
 
 from rl.config.loading import escaped
 from rl.config.schema import ConfigError, listed
@@ -74,10 +73,9 @@ def collect_stop_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def at_once(save: Callable[[], bool]) -> None:
+def at_once(save: Callable[[], object]) -> None:
     """Run `save` in a thread as soon as a stop signal comes, even if the main thread is in a call
-    that does not return. `save` returns whether all finished work is on disk, and must not raise.
-    Call this once, in the main thread, after `install`."""
+    that does not return. It must not raise. Call this once, in the main thread, after `install`."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes signal numbers
@@ -85,8 +83,7 @@ def at_once(save: Callable[[], bool]) -> None:
     def listen() -> None:
         while os.read(reader, 1)[0] not in STOP_SIGNALS:
             pass
-        if save():
-            heartbeat.note_saved()
+        save()
 
     threading.Thread(target=listen, daemon=True).start()
 
@@ -151,20 +148,6 @@ REMEDIES = {
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; name one that does",
 }
 """`errno` of an operating system error -> what to do about it."""
-_MACHINE_ERRORS = {
-    *("AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"),
-    "JudgeEndedError",
-}
-_BY_MACHINE = ("CUDA error: ", "NCCL error", "closed by peer", "Connection reset by peer")
-_BY_PROGRAM = (
-    "out of memory",
-    "device-side assert",
-    "no kernel image",
-    "invalid argument",
-    "invalid configuration argument",
-    "ncclInvalidUsage",
-    "ncclInvalidArgument",
-)
 HOST_MEMORY = (
     "this machine has no memory left for the run; end other programs here, or lower "
     "prompts_per_iteration or world_size; the same command then resumes"
@@ -173,8 +156,6 @@ GPU_MEMORY = (
     "lower optimizer.max_tokens_per_micro_batch, or set gpu_gb to the GPU's memory and run --check "
     "to see what fits; the same command then resumes"
 )
-leave = os._exit
-"""Ends this process at once, whatever its threads still do: for this package's own code."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -207,22 +188,6 @@ def is_raised_here(error: BaseException) -> bool:
     )
 
 
-def raise_on_exit() -> None:
-    """From now on, `os._exit` in code that this package calls (a plugin, a library) raises
-    SystemExit: the process would end without a word. Forked processes keep it."""
-    process = os.getpid()
-
-    def leave_or_raise(status: int) -> NoReturn:
-        frames = traceback.walk_stack(sys._getframe(1))
-        names = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-        is_called_by_us = any(name.startswith("rl.") for name in names[1:])
-        if is_called_by_us and not names[0].startswith("rl.") and os.getpid() == process:
-            raise SystemExit(f"os._exit({status}), which ends a process without a word")
-        leave(status)
-
-    os._exit = leave_or_raise
-
-
 def remedy(error: OSError) -> str:
     """The path, the reason and, where one is known, what to do about it."""
     path = error.filename2 or error.filename  # after a failed rename: its target
@@ -233,15 +198,6 @@ def remedy(error: OSError) -> str:
     message = f"{path}: {error.strerror}" if path and error.strerror else str(error)
     fix = REMEDIES.get(error.errno or 0)
     return escaped(message, MAX_SHOWN) + (f"; {fix}" if fix else "")
-
-
-def is_machine_error(error: BaseException) -> bool:
-    """Whether a device, a connection (CUDA, NCCL, gloo) or a started judge failed, so that a retry
-    may help; False for a lack of memory, and for errors that the program itself caused."""
-    text = str(error)
-    names = {cls.__name__ for cls in type(error).__mro__}
-    is_known = any(part in text for part in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)
-    return is_known and not any(part in text for part in _BY_PROGRAM)
 
 
 def is_lost_device(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -16,12 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 from rl.ranks import heartbeat
 from rl.ranks.dist import INIT_METHOD
 from rl.ranks.heartbeat import Beat
-from rl.ranks.signals import STOP_SIGNALS, name_of
+from rl.ranks.signals import name_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -44,11 +42,6 @@ class RankState:
     """Time without progress."""
     beat: Beat
 
-    def at(self, now_s: float) -> str:
-        """'in phase learn for 61 s, in rl.learner.train_step, in torch'."""
-        inside = now_s - self.beat.phase_since_s
-        return f"in phase {self.beat.phase} for {inside:.0f} s ({self.beat.where})"
-
 
 class HangWatch:
     def __init__(
@@ -69,7 +62,7 @@ class HangWatch:
         """The ranks that hung at the last `look`."""
 
     def look(self) -> bool:
-        """Log ranks that hang or go on again; returns whether one has hung beyond the limit."""
+        """Log ranks that hang; returns whether one has hung beyond the limit."""
         now_s = time.monotonic()
         if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped launcher and ranks
             self._awake_s = now_s
@@ -81,20 +74,8 @@ class HangWatch:
             if state.idle_s >= self._log_after_s and rank not in self._logged:
                 self._logged.add(rank)
                 self._say(self._sentence(rank, states, now_s))
-        for rank in self._logged - self.hung.keys():
-            self._logged.remove(rank)
-            if rank in states and states[rank].kind == "moves":
-                self._say(f"rank {rank} goes on, {states[rank].at(now_s)}")
+        self._logged &= self.hung.keys()
         return any(s.idle_s >= self._limit_s and self._may_end(s) for s in self.hung.values())
-
-    def is_stopped(self, rank: int) -> bool:
-        """Whether SIGSTOP or a debugger has stopped the rank, by the kernel's current state."""
-        return _process_state(self._pids[rank]) in ("T", "t")
-
-    def has_saved(self, rank: int) -> bool:
-        """Whether the rank's finished work is on disk; True if it is gone or has no heartbeat."""
-        state = self._rank_state(rank, time.monotonic())
-        return state is None or state.beat.has_saved
 
     def _rank_state(self, rank: int, now_s: float) -> RankState | None:
         """None: the rank has written no heartbeat yet, or is gone."""
@@ -131,24 +112,25 @@ class HangWatch:
         return state.kind != "waits" or self._is_one_node
 
     def _sentence(self, rank: int, states: Mapping[int, RankState], now_s: float) -> str:
-        state = states[rank]
-        end = f"; at {self._limit_s:g} s the run ends (hang_limit_s)" * self._may_end(state)
+        state, beat = states[rank], states[rank].beat
+        text = (
+            f"rank {rank} has made no progress for {state.idle_s:.0f} s, in phase {beat.phase} "
+            f"for {now_s - beat.phase_since_s:.0f} s ({beat.where}): "
+        )
         if state.kind == "waits":
-            awaited = "each other" if self._is_one_node else "those of other nodes"
-            last = f"the last of them, rank {rank}, for {state.idle_s:.0f} s, {state.at(now_s)}"
-            return f"all ranks here wait for {awaited}, {last}{end}"
-        cause = {
-            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)",
-            "silent": "Python does not run in it: a call holds the GIL, or a disk is dead",
-        }.get(state.kind, "a deadlock, or one long call")
-        others = [
-            f"rank {other} (in phase {other_state.beat.phase})"
-            for other, other_state in states.items()
-            if other != rank and (other_state.beat.waits_for_ranks or other_state.kind == "stuck")
-        ]
-        waiting = f"; waiting for it: {', '.join(others)}" if others else ""
-        idle = f"rank {rank} has made no progress for {state.idle_s:.0f} s, {state.at(now_s)}"
-        return f"{idle}: {cause}{waiting}{end}"
+            text += "all ranks here wait for other ranks"
+        elif state.kind == "stopped":
+            text += f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)"
+        elif state.kind == "silent":
+            text += "Python does not run in it: a call holds the GIL, or a disk is dead"
+        else:
+            text += "a deadlock, or one long call"
+        if state.kind != "waits":
+            waiting = [r for r, s in states.items() if r != rank and s.beat.waits_for_ranks]
+            text += "".join(f"; rank {other} waits for it" for other in waiting)
+        if self._may_end(state):
+            text += f"; at {self._limit_s:g} s the run ends (hang_limit_s)"
+        return text
 
 
 def _process_state(pid: int) -> str:
@@ -165,8 +147,6 @@ def _process_state(pid: int) -> str:
 BEAT_S = 2.0
 LOST_S = 60.0
 """A node silent for this long counts as lost. TCP survives interruptions of half this time."""
-STOPPED_S = 10.0
-"""A longer gap between calls of `lost` means that this launcher was stopped; silence is reset."""
 NODE_LEAVE_S = 60.0
 """How long node 0 keeps the store for nodes that end after it."""
 
@@ -178,17 +158,16 @@ class NodeWatch:
     store block while the network is down."""
 
     def __init__(
-        self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
+        self, store: TCPStore, node: int, num_nodes: int, say: Callable[[str], Any]
     ) -> None:
-        """`num_ranks`: per node. `say` prints a line."""
+        """`say` prints a line."""
         self.ending = ""
         """Why this node's ranks failed, to tell the other nodes; '' if they did not."""
-        self._store, self._node, self._num_ranks, self._say = store, node, num_ranks, say
+        self._store, self._node, self._say = store, node, say
         self._others = [other for other in range(num_nodes) if other != node]
         self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
         self._alive_s = dict.fromkeys(self._beats, time.monotonic())
         """Node -> when its counter last rose; nodes that have left are removed."""
-        self._looked_s = time.monotonic()
         self._lost: set[int] = set()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -196,26 +175,17 @@ class NodeWatch:
 
     def lost(self) -> str:
         """A message naming a node silent for `LOST_S` or longer, or ''. Call it every second."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s > STOPPED_S:
-            self._alive_s = dict.fromkeys(self._alive_s.copy(), now_s)
-        self._looked_s = now_s
         for node, alive_s in self._alive_s.copy().items():
-            if now_s - alive_s >= LOST_S:
+            silent_s = time.monotonic() - alive_s
+            if silent_s >= LOST_S:
                 self._lost.add(node)
-                return f"{self._name(node)} has been unreachable for {now_s - alive_s:.0f} s"
+                return f"node {node} has been unreachable for {silent_s:.0f} s"
         return ""
 
     def leave(self) -> None:
         """Call when this node's ranks have ended: tells other nodes why. Node 0 keeps the store."""
         self._leaving.set()
         self._thread.join(BEAT_S if 0 in self._lost else NODE_LEAVE_S + BEAT_S)
-
-    def _name(self, node: int) -> str:
-        first = node * self._num_ranks
-        last = first + self._num_ranks - 1
-        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        return f"node {node} ({ranks})"
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # node 0 has gone
@@ -242,7 +212,7 @@ class NodeWatch:
             for node in [n for n in missing if self._store.check([f"ending/{n}"])]:
                 missing.remove(node)
                 if ending := self._store.get(f"ending/{node}").decode():
-                    self._say(f"from {self._name(node)}: {ending}")
+                    self._say(f"from node {node}: {ending}")
             time.sleep(0.1)
 
 
@@ -251,7 +221,6 @@ class NodeWatch:
 
 JOIN_S = 600.0
 """How long a node waits for the others to start."""
-_LINE_EVERY_S = 30.0
 
 Environment = dict[str, str]
 Say = Callable[[str], Any]
@@ -296,7 +265,7 @@ def on_several_nodes(
     """
     family, address = _resolve(endpoint)
     host, port = str(address[0]), int(address[1])
-    store = _listen(family, host, port, say) if node == 0 else _join(host, port, say)
+    store = _listen(family, host, port) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
@@ -308,7 +277,7 @@ def on_several_nodes(
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
     }
-    watch = NodeWatch(store, node, num_nodes, num_local_ranks, say)
+    watch = NodeWatch(store, node, num_nodes, say)
     try:
         yield environment, watch
     finally:
@@ -317,23 +286,19 @@ def on_several_nodes(
 
 def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """The first address of host:port, as `socket.connect` takes it."""
-    try:
-        parts = urlsplit(f"//{endpoint}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port or parts.netloc != endpoint or parts.username is not None:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port, or [address]:port")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise RendezvousError(
             f"--rdzv-endpoint {endpoint}: {host} cannot be resolved ({error})"
         ) from None
-    return family, address
+    return found[0][0], found[0][4]
 
 
-def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCPStore:
+def _listen(family: socket.AddressFamily, host: str, port: int) -> TCPStore:
     """Node 0's store, listening on this one address."""
     from torch.distributed import TCPStore
 
@@ -344,11 +309,6 @@ def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCP
             f"node 0 cannot listen on {host}:{port} ({error.strerror}): --rdzv-endpoint "
             "must name an address of node 0 itself and a port that is free there"
         ) from None
-    if ipaddress.ip_address(host).is_loopback:
-        say(
-            f"node 0 listens on {host}, which only this machine reaches: so that other machines "
-            "reach it, give its network address to --rdzv-endpoint"
-        )
     descriptor = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
@@ -391,15 +351,12 @@ def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, 
 
 
 def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say) -> None:
-    """Poll for `JOIN_S`, printing `line` every half minute. Raises RendezvousError(problem)."""
-    began_s = line_s = time.monotonic()
+    """Print `line`, and poll for `JOIN_S`. Raises RendezvousError(problem)."""
+    say(line)
+    end_s = time.monotonic() + JOIN_S
     while not condition():
-        now_s = time.monotonic()
-        if now_s - began_s > JOIN_S:
+        if time.monotonic() > end_s:
             raise RendezvousError(problem)
-        if now_s - line_s > _LINE_EVERY_S:
-            say(f"{line} ({now_s - began_s:.0f} s)")
-            line_s = now_s
         time.sleep(0.1)
 
 
@@ -409,9 +366,7 @@ def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say
 GRACE_S = 300
 """How long ranks may take to save and exit before they are killed."""
 ALONE_GRACE_S = 45
-"""The same if a node is lost: a rank that waits for that node can save but never exits."""
-LEAVE_S = 5
-"""The same if one hangs and all others have saved."""
+"""The same if a rank hangs or a node is lost: ranks that wait for it can save but never exit."""
 KILL_S = 30
 HUNG_CODE = 124
 """The launcher's exit code after a hang; `timeout` uses the same."""
@@ -429,11 +384,7 @@ class Ending:
     code: int
     what: str
     """'rank 1 was killed by SIGKILL'; '' if nothing failed."""
-    by_machine: bool
-    """The machine ended it: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
-    stop_requested: bool = False
-    """The launcher was asked to stop: no restart."""
 
 
 def of_failure(
@@ -454,16 +405,16 @@ def of_failure(
     rank = min(codes, key=order)
     code, note = codes[rank], by_rank[rank]
     if code < 0:
-        what, by_machine = f"rank {rank} was killed by {name_of(-code)}", -code not in STOP_SIGNALS
+        what = f"rank {rank} was killed by {name_of(-code)}"
     elif code > 0:
-        what, by_machine = f"rank {rank} failed: exit code {code}", note.get("by_machine", False)
+        what = f"rank {rank} failed: exit code {code}"
     else:
         what = f"rank {rank} failed: a library or a plugin ended the process (os._exit) too early"
-        code, by_machine = 1, False
+        code = 1
     lines, reason = [f"{what}; logs: {log_dir}"], note.get("reason", "")
     if rank != 0 and reason != by_rank[0].get("reason"):  # rank 0 has printed its reason
         lines.append(reason)
-    return Ending(code if code > 0 else 128 - code, what, by_machine, tuple(lines))
+    return Ending(code if code > 0 else 128 - code, what, tuple(lines))
 
 
 class Ranks:
@@ -495,8 +446,8 @@ class Ranks:
         )
         for process in self._processes.values():
             process.send_signal(heartbeat.STACKS_SIGNAL)
-        self.leave([signal.SIGTERM])
-        return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
+        self.leave([signal.SIGTERM], ALONE_GRACE_S)
+        return Ending(HUNG_CODE, f"{hung} hung")
 
     def end_alone(self, lost: str) -> Ending:
         """Make the ranks here save; kill those that do not exit. `lost`: the unreachable node."""
@@ -505,31 +456,26 @@ class Ranks:
             "on every node resumes the run"
         )
         self.leave([signal.SIGTERM], ALONE_GRACE_S)
-        return Ending(1, lost, by_machine=True)
+        return Ending(1, lost)
 
     def leave_as_asked(self, signums: list[int]) -> Ending:
         """Pass on the signals that asked the launcher to stop; `signums` may grow meanwhile."""
         self.leave(signums)
         reason = f"stopped by {name_of(signums[0])}; the same command resumes the run from its "
-        return Ending(128 + signums[0], "", by_machine=False, lines=(reason + "last checkpoint",))
+        return Ending(128 + signums[0], "", (reason + "last checkpoint",))
 
     def leave(self, signums: list[int], grace_s: float = GRACE_S) -> None:
-        """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all
-        have saved and exited; kill the rest after `grace_s`, or sooner if one hangs."""
-        began_s, num_sent, watch = time.monotonic(), 0, self._watch
+        """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all have
+        exited; kill the rest after `grace_s`."""
+        end_s, num_sent = time.monotonic() + grace_s, 0
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
             if num_sent < len(signums):
                 _send(living, *signums[num_sent:], signal.SIGCONT)
                 num_sent = len(signums)
-            watch.look()
-            stopped = {rank for rank in living if watch.is_stopped(rank)}
-            hangs = stopped or watch.hung
-            others_saved = all(map(watch.has_saved, living.keys() - stopped))
-            limit_s = LEAVE_S if hangs and others_saved else grace_s
-            if time.monotonic() - began_s > limit_s:
-                names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
+            if time.monotonic() > end_s:
+                names = ", ".join(f"rank {rank}" for rank in living)
                 self._say(
-                    f"killed, as they did not exit within {limit_s:g} s of being asked: {names}"
+                    f"killed, as they did not exit within {grace_s:g} s of being asked: {names}"
                 )
                 _send(living, signal.SIGKILL)
                 for process in living.values():

@@ -37,9 +37,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {signals.sentence(error) or error}")
     printing.guard()
-    loads = target == "rl.train"
-    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks, loads)
-    signals.raise_on_exit()
+    heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
     note = Path(note_dir) / f"rank_{rank}.json"
     sys.argv = [target, *args]
     try:
@@ -52,9 +50,6 @@ def main() -> None:
     except SystemExit as error:
         reason = f"SystemExit: {error.code}"
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code == 0 and target == "rl.train":  # it ends by returning
-            reason, code = "a library or a plugin called sys.exit before the run had finished", 1
-            print(f"this run cannot go on:\n  {reason}", file=sys.stderr)
         _write_note(note, ended_ns=time.time_ns(), reason=reason)
         exit_codes.append(code)
         raise
@@ -66,7 +61,6 @@ def main() -> None:
             ended_ns=time.time_ns(),
             reason=text or trace,
             only_heard=isinstance(error, PeerError),
-            by_machine=signals.is_machine_error(error),
         )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:

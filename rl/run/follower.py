@@ -76,7 +76,7 @@ def _log_of(run_dir: Path) -> Lines:
 
 
 class Follower:
-    """For rank 0, whose main thread calls it. If it ends before the run, that is a warning."""
+    """For rank 0, whose main thread calls it."""
 
     def __init__(self, run_dir: Path, tracking: TrackingConfig, is_main: bool = True) -> None:
         shows = tracking.page or tracking.tensorboard or tracking.trackio
@@ -89,7 +89,6 @@ class Follower:
         self._prefixes = tuple(prefix for prefix, is_used in uses.items() if is_used)
         self._lines = _log_of(run_dir)
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_ended = False
 
     def start(self) -> None:
         """Start the follower if one is wanted."""
@@ -113,14 +112,13 @@ class Follower:
             self._warn(f"cannot be started ({error})")
 
     def look(self) -> None:
-        """Print what the follower has to say, and once that it has ended before the run."""
+        """Print what the follower has to say, and once that it has ended."""
         if not self._wanted:
             return
         self._lines.show()
-        if self._process is None or self._has_ended or self._process.poll() is None:
-            return
-        self._has_ended = True
-        self._warn(f"ended (exit code {self._process.returncode}; {LOG} in the run's folder)")
+        if self._process is not None and self._process.poll() is not None:
+            self._warn(f"ended (exit code {self._process.returncode}; {LOG} in the run's folder)")
+            self._process = None
 
     def close(self, failed: bool) -> None:
         """Tell the follower that the run has ended; it sends the last rows, and ends."""

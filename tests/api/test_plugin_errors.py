@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -49,10 +48,6 @@ class Poster(nothing.Nil):
 
 def loss(error):
     helper(error)
-
-class Leaves:
-    def __getitem__(self, index):
-        os._exit(7)
 """
 ERRORS = [ValueError, StopIteration, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError]
 
@@ -130,17 +125,3 @@ def test_a_message_of_this_package_stays_what_it_is(resolved: build.Resolved) ->
 def test_ctrl_c_is_no_error_of_a_plugin() -> None:
     with pytest.raises(KeyboardInterrupt):
         find.attempt("a plugin", None, lambda: signal.default_int_handler(2, None))
-
-
-def test_os_exit_in_a_plugin_is_its_error(
-    resolved: build.Resolved, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "_exit", os._exit)
-    signals.raise_on_exit()
-    rows = sys.modules["outsider"].Leaves()
-    with pytest.raises(RuntimeError) as raised, build.naming_plugins(resolved):
-        read_row(rows, 0, "data.train.0")
-    assert holds(str(raised.value), "outsider ... SystemExit: os._exit(7) ... outsider.py, line ")
-    if (child := os.fork()) == 0:  # a forked process may end itself
-        read_row(rows, 0, "data.train.0")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -29,7 +29,6 @@ from rl.judge import server
 from rl.judge.client import JudgeClient, JudgeEndedError, JudgeError
 from rl.judge.http import is_loopback
 from rl.judge.server import StartedJudge, raise_if_ended, start_problems
-from rl.ranks.signals import is_machine_error
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +146,6 @@ def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None
         asyncio.run(asyncio.wait_for(ask(), 100))
     parts = f"ended with exit code 137: no memory left\n ... {log}\nThe same command"
     assert holds(error.value, parts)
-    assert is_machine_error(error.value), "--retries starts the run again"
     with StartedJudge(config, log):
         raise_if_ended(config, log)
 

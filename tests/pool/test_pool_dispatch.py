@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_ray import Config, FakeRay, Killed, Painter, jobs, make_pool, seeds_of
+from tiny_ray import FakeRay, Killed, Painter, jobs, make_pool, seeds_of
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.pool import ray_process
@@ -60,24 +60,6 @@ def test_large_pictures_and_jobs_never_make_both_sides_wait(
     assert seeds_of(pool.render(made)) == ALL
 
 
-def test_a_first_actor_that_was_not_the_first_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank's first actor drew the reference; this rank's has not been checked."""
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
-    pool.wait()
-    [registry] = (actor for name, actor in ray.actors.items() if name.endswith("registry"))
-    drawn = [picture for _, picture in Painter(Config(type="x"), None).render(jobs(4))]
-    monkeypatch.setattr(ray_process.Pool, "_agree", ask_late(ray_process.Pool._agree))
-    registry.made.agree((list(jobs(4)), ray_process.digests_of(drawn), "first-7"))
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    assert not any("first" in name and not actor.is_dead for name, actor in ray.actors.items())
-
-
-def ask_late(agree: Any) -> Any:
-    """A rank that proposes its own reference before it has asked for another one's."""
-    return lambda self, own: agree(self, own) if own is not None or self.reference else None
-
-
 def test_a_dead_workers_batch_is_drawn_by_another_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,18 +96,6 @@ def test_a_batch_that_kills_every_worker_is_ungraded_and_the_others_are_drawn(
     )
 
 
-def test_a_worker_that_hangs_is_ended_and_its_batch_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    until_ready(pool, 2)
-    [stuck] = (actor for name, actor in ray.actors.items() if name.endswith("/0"))
-    ray.hangs = lambda actor: actor is stuck
-    monkeypatch.setattr(ray_process, "HANG_S", 0.3)
-    assert seeds_of(pool.render(jobs(40))) == ALL
-    assert pool.take_metrics()["pool_restarts"] == 1
-
-
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,7 +125,7 @@ def test_a_worker_that_draws_other_bits_is_not_used(
     for _ in range(100):
         pool._received()
     assert pool._state.num_ready == 1
-    assert holds(capsys.readouterr().err, "worker 0 is not used: it draws other bits")
+    assert holds(capsys.readouterr().err, "worker 0 could not be started: it draws other bits")
 
 
 def failing(num: int) -> Callable[[], None]:
@@ -171,7 +141,7 @@ def failing(num: int) -> Callable[[], None]:
 
 def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(monkeypatch, FakeRay(), 2, failing(3))
-    with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first-2: no weights"):
+    with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first: no weights"):
         pool.wait()
 
 
@@ -213,17 +183,14 @@ def test_a_stop_is_noticed_while_workers_draw(monkeypatch: pytest.MonkeyPatch) -
     assert pool.decode_sources(sources) == sources
 
 
-@pytest.mark.parametrize(("kind", "error"), [(ValueError, ValueError), (KeyError, RuntimeError)])
-def test_what_a_renderer_raises_is_raised(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Exception], error: type[Exception]
-) -> None:
+def test_what_a_renderer_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(monkeypatch, FakeRay(), 2)
 
     def raises(*_: Any) -> None:
-        raise kind("true_cfg_scale")
+        raise ValueError("true_cfg_scale")
 
     monkeypatch.setattr(Painter, "on_draw", staticmethod(raises))
-    with pytest.raises(error, match=r"render_pool: .*true_cfg_scale"):
+    with pytest.raises(RuntimeError, match=r"render_pool: .*true_cfg_scale"):
         list(pool.render(jobs(8)))
 
 

@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> None:
     """In a process of its own, so that it sees what is left of its children."""
-    folder = tmp_path / ("long" * 20)  # no socket's path may be so long
-    folder.mkdir()
-    paths = {"TMPDIR": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    env = {**os.environ, **paths}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
     subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=900)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
@@ -28,9 +25,8 @@ def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> N
     for number in (1, 2):
         assert found[f"equal_after_kill_{number}"] and found[f"lost_{number}"] == number
     assert found["equal_at_the_end"] and found["workers"] == 2
-    assert found["listening"] == ["127.0.0.1"] and found["public"] == []
-    assert found["with_key"] == [], "processes of Ray inherit no key of the run"
+    assert found["with_key"] == [], "workers and the process beside the rank get no key of the run"
     assert found["handler_kept"], "Ray replaces the handler of SIGTERM"
     assert holds(found["after_raylet"], "raylet ... has ended ... same command")
-    assert "ends with the run" in found["where"] and found["left"] == []
+    assert "the Ray cluster at " in found["where"] and found["left"] == []
     assert {"pool_workers", "pool_restarts"} <= set(found["metrics"])

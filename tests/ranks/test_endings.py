@@ -9,40 +9,16 @@ from pathlib import Path
 
 import pytest
 import tiny_config
-import torch
 
 from rl import simple_launch
 from rl.ranks import supervision
-from rl.ranks.signals import is_machine_error
 from rl.ranks.supervision import Ending
 
-KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 was killed by SIGKILL",))
-HUNG = Ending(124, "rank 1 hung", True)
-REFUSED = Ending(1, "rank 0 failed: exit code 1", False)
-DONE = Ending(0, "it is done", False)
-STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), stop_requested=True)
-
-
-@pytest.mark.parametrize(
-    ("error", "by_machine"),
-    [
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
-        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
-        (torch.distributed.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), True),
-        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), False),
-        (torch.AcceleratorError("CUDA error: out of memory"), False),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
-        (torch.distributed.DistBackendError("ncclInvalidUsage: Duplicate GPU detected"), False),
-        (FloatingPointError("the loss is NaN"), False),
-        (ValueError("judge.api_base: HTTP 401"), False),
-        (MemoryError(), False),
-    ],
-)
-def test_errors_of_the_machine_are_distinguished_from_errors_of_the_program(
-    error: Exception, by_machine: bool
-) -> None:
-    assert is_machine_error(error) == by_machine
+KILLED = Ending(137, "rank 1 was killed by SIGKILL", ("rank 1 was killed by SIGKILL",))
+HUNG = Ending(124, "rank 1 hung")
+REFUSED = Ending(1, "rank 0 failed: exit code 1")
+DONE = Ending(0, "it is done")
+STOPPED = Ending(143, "", ("stopped by SIGTERM",))
 
 
 def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
@@ -52,14 +28,13 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("failures", "notes", "description", "by_machine", "code"),
+    ("failures", "notes", "description", "code"),
     [
-        ({1: (-9, True)}, {}, "rank 1 was killed by SIGKILL", True, 137),
+        ({1: (-9, True)}, {}, "rank 1 was killed by SIGKILL", 137),
         (
             {1: (-11, True), 0: (1, False)},
             {0: {"ended_ns": 1}},
             "rank 1 was killed by SIGSEGV",
-            True,
             139,
         ),
         # Rank 1 failed first; rank 0 received its error, rank 2 was terminated, rank 3 killed.
@@ -67,12 +42,10 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
             {0: (1, True), 1: (1, False), 2: (-15, False), 3: (-9, False)},
             {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},
             "rank 1 failed: exit code 1",
-            False,
             1,
         ),
-        ({0: (1, True)}, {0: {"ended_ns": 1, "by_machine": True}}, "rank 0 failed", True, 1),
-        ({0: (-15, True)}, {}, "rank 0 was killed by SIGTERM", False, 143),
-        ({0: (-2, True)}, {}, "rank 0 was killed by SIGINT", False, 130),
+        ({0: (1, True)}, {0: {"ended_ns": 1}}, "rank 0 failed", 1),
+        ({0: (-15, True)}, {}, "rank 0 was killed by SIGTERM", 143),
     ],
 )
 def test_the_rank_that_failed_first_is_named(
@@ -80,13 +53,12 @@ def test_the_rank_that_failed_first_is_named(
     failures: dict[int, tuple[int, bool]],
     notes: dict[int, dict[str, object]],
     description: str,
-    by_machine: bool,
     code: int,
 ) -> None:
     codes = {rank: code for rank, (code, _) in failures.items()}
     first = [rank for rank, (_, is_first) in failures.items() if is_first]
     ending = supervision.of_failure(first, codes, write_notes(tmp_path, notes), Path("logs"))
-    assert description in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
+    assert description in ending.what and ending.code == code
     assert ending.lines[0].endswith("; logs: logs")
     assert notes.get(1, {}).get("reason", "") in ending.lines[-1]
 
@@ -101,12 +73,11 @@ def test_the_rank_that_failed_first_is_named(
         (1, [(KILLED, 1), (HUNG, 2)], 124, "1 of 1.*rank 1 hung.*--retries"),
         (3, [(KILLED, 1), (KILLED, 1)], 137, "not started again.*before this one: 1, now: 1"),
         (3, [(KILLED, 0)], 137, "not started again.*before this one: 0, now: 0"),
-        (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
         (3, [(STOPPED, 2)], 143, "^stopped by SIGTERM; $"),
-        (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
+        (3, [(REFUSED, 1), (REFUSED, 1)], 1, "1 of 3: .*not started again: rank 0 failed"),
     ],
 )  # fmt: skip
-def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
+def test_a_run_is_restarted_only_with_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

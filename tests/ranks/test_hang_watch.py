@@ -73,11 +73,10 @@ CASES = {
     "stopped": Case(
         ("collective", "moves", "stopped", "collective"),
         rf"rank 2 {IDLE}, {LEARN}: its process is stopped \(kill -CONT \d+ resumes it\); "
-        rf"waiting for it: rank 0 \(in phase learn\), rank 3 \(in phase learn\); {END}",
+        rf"rank 0 waits for it; rank 3 waits for it; {END}",
     ),
     "a deadlock in Python": Case(
-        ("python", "collective"),
-        rf"rank 0 {IDLE}, {LEARN}: {STUCK}; waiting for it: rank 1 \(in phase learn\); {END}",
+        ("python", "collective"), rf"rank 0 {IDLE}, {LEARN}: {STUCK}; rank 1 waits for it; {END}"
     ),
     "spins": Case(("moves", "spins"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
     "polls": Case(("moves", "polls"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
@@ -87,11 +86,11 @@ CASES = {
     ),
     "each waits for another": Case(
         ("collective", "collective"),
-        rf"all ranks here wait for each other, the last of them, rank \d, for [45] s, .*{END}",
+        rf"rank \d {IDLE}, .*: all ranks here wait for other ranks; {END}",
     ),
     "all wait for another node": Case(
         ("collective", "collective"),
-        r"all ranks here wait for those of other nodes, .* \(Python, in torch\)",
+        rf"rank \d {IDLE}, .* \(Python, in torch\): all ranks here wait for other ranks",
         is_one_node=False,
     ),
 }
@@ -167,7 +166,7 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     assert "in hang_in" in ranks.logs["interpreter"].read_text()
     assert "in all_gather" in ranks.logs["collective"].read_text()
     stopped = ranks.watches["stopped"]
-    assert not stopped.is_stopped(2) and 2 not in stopped.hung, "SIGCONT resumed it"
+    assert 2 not in stopped.hung, "SIGCONT resumed it"
     interpreter = ranks.watches["C that holds the GIL"]
     assert list(interpreter.hung) == [1]
 
@@ -179,6 +178,6 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     # A hanging rank gets SIGTERM first. These ranks have no handler for it and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
     ending = supervision.Ranks(ranks.of("spins"), watch, lines.append).end_hung()  # type: ignore[arg-type]
-    assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)
+    assert (ending.code, ending.what) == (124, "rank 1 hung")
     assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
     assert all(process.poll() is not None for process in ranks.of("spins").values())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from rl.progress import PhaseTimer
 from rl.ranks import heartbeat
 from rl.ranks.heartbeat import Call
 
@@ -40,16 +39,3 @@ def test_an_older_phase_never_overwrites_a_newer_one(
     os.close(heart.descriptor)
     beat = heartbeat.read(tmp_path / "beat.json")
     assert beat is not None and beat.phase == "learn"
-
-
-def test_a_phase_that_begins_names_the_place_of_who_began_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the timer, which is the same for all phases."""
-    heart = heartbeat._Heart()
-    heart.descriptor = os.open(tmp_path / "beat.json", os.O_WRONLY | os.O_CREAT)
-    monkeypatch.setattr(heartbeat, "_heart", heart)
-    with PhaseTimer().phase("learn"):
-        beat = heartbeat.read(tmp_path / "beat.json")
-    os.close(heart.descriptor)
-    assert beat is not None and "rl.progress" not in beat.where and beat.phase == "learn"

@@ -98,7 +98,7 @@ def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     run.wait_for_iteration(2)
     with nodes.cut():
         start = time.monotonic()
-        for node, other in ((0, "node 1 (rank 1)"), (1, "node 0 (rank 0)")):
+        for node, other in ((0, "node 1"), (1, "node 0")):
             named_s = run.wait_for_text(node, f"{other} has been unreachable for") - start
             assert named_s < LOST_S + 15, run.output(node)
             print(f"node {node} named it after {named_s:.0f} s")

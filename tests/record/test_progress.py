@@ -11,7 +11,6 @@ import pytest
 from rl import progress
 from rl.console import Console
 from rl.progress import PhaseTimer, counted, shown_on, weights_counted
-from rl.ranks import heartbeat
 
 
 @pytest.fixture
@@ -85,20 +84,6 @@ def test_on_a_terminal_progress_is_a_line_below_that_of_the_phase(clock, monkeyp
         shown = terminal.getvalue().rpartition("a line")[2]
     assert "render" in shown and "4 of 8 [red], 4.0 s left" in shown
     assert shown.index("render") < shown.index("4 of 8")
-
-
-def test_while_a_run_loads_the_launcher_gets_the_progress(clock, log, tmp_path, monkeypatch):
-    heart = heartbeat._Heart()
-    heart.loading = ""
-    monkeypatch.setattr(heartbeat, "_heart", heart)
-    with counted("rows of a.jsonl", 100) as counter:
-        clock[0] += 20.0
-        counter.step(20)
-        assert heart.loading == "20 of 100 rows of a.jsonl, 80.0 s left"
-    assert heart.loading == "" and log.getvalue() == ""
-    heartbeat.stop_loading()
-    count(20, 1.0, clock)
-    assert heart.loading is None and "10 of 20 pictures" in log.getvalue()
 
 
 def test_loading_weights_is_counted_and_the_hook_of_transformers_is_restored(clock, log) -> None:

@@ -6,7 +6,6 @@ import base64
 import html
 import json
 import re
-import shlex
 import time
 from collections.abc import Callable
 from functools import partial
@@ -49,32 +48,18 @@ PARTLY: dict[str, Spell] = {
     ),
     "Python": lambda key: repr(key)[1:-1],
     "Python's bytes": lambda key: repr(key.encode())[2:-1],
-    "YAML": lambda key: "".join(
-        f"\\U{ord(c):08X}" if c > "\xff" else f"\\x{ord(c):02X}" if c > "\x7f" else c
-        for c in re.sub(r'(["\\])', r"\\\1", key)
-    ),
-    "YAML, single quotes": lambda key: key.replace("'", "''"),
-    "a shell": lambda key: shlex.quote(key),
     "a shell, backslashes": lambda key: re.sub(r"([ -/:-@[-`{-~])", r"\\\1", key),
-    "CSV": lambda key: key.replace('"', '""'),
-    "colours": lambda key: key[:5] + "\x1b[1;31m" + key[5:] + "\x1b[0m",
-    "invisible characters": lambda key: "\u200b".join(key),
-    "a continued line": lambda key: key[:5] + "\\\n    " + key[5:],
     "bytes as latin-1": lambda key: key.encode().decode("latin-1"),
 }
-ONCE = ("upper case", "invisible characters", "bytes as latin-1")
+ONCE = ("upper case", "bytes as latin-1")
 EVERY: dict[str, Spell] = {
     "percent": lambda key: in_all("%{:02x}", key.encode()),
     "PERCENT": lambda key: in_all("%{:02X}", key.encode()),
     "percent of characters": lambda key: in_all("%{:02x}", key) if key.isascii() else quote(key),
-    "escape() of JavaScript": lambda key: in_all("%u{:04X}", key) if max(key) < "\uffff" else key,
     "JSON": lambda key: "".join(
         json.dumps(c)[1:-1] if c > "\xff" else f"\\u{ord(c):04x}" for c in key
     ),
     "hexadecimal bytes": lambda key: in_all("\\x{:02X}", key.encode()),
-    "octal bytes": lambda key: in_all("\\{:03o}", key.encode()),
-    "braces": lambda key: in_all("\\u{{{:x}}}", key),
-    "eight digits": lambda key: in_all("\\U{:08x}", key),
     "HTML": partial(in_all, "&#{};"),
     "HTML without semicolons": partial(in_all, "&#{}"),
     "HTML, hexadecimal": partial(in_all, "&#x{:X};"),
@@ -100,7 +85,6 @@ def in_lines(text: str) -> str:
     return base64.encodebytes(f"{'x' * 90}: {text}".encode()).decode()
 
 
-TWICE = ("JSON", "itself", "percent, slash too")
 SPELLINGS = {f"{name}, where needed": spell for name, spell in PARTLY.items()}
 SPELLINGS |= {f"{name}, every character": spell for name, spell in EVERY.items()} | WHOLE
 SPELLINGS |= {
@@ -115,7 +99,7 @@ SPELLINGS |= {
         "percent of percent": lambda text: quote(quote(text, safe=""), safe=""),
         "HTML": html.escape,
     }.items()
-    if inner in TWICE or ("base64" not in outer and inner not in ONCE)
+    if inner == "itself" or ("base64" not in outer and inner not in ONCE)
 }
 
 

@@ -92,9 +92,7 @@ def test_the_launcher_checks_two_ranks(tmp_path):
         timeout=170,
     )
     assert done.returncode == 0, done.stderr
-    *lines, timed = done.stdout.splitlines()
-    assert lines == [
+    assert done.stdout.splitlines() == [
         "PyTorch GLOO is successful!",
         "PyTorch NCCL skipped: this machine has no CUDA device",
     ]
-    assert timed.startswith("sum of 256 MB: ") and timed.endswith(" GB/s")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,6 @@ TIMEOUT_S = 120.0
 """If the sums have not finished by then, the communicator in use counts as hung."""
 NUM_VALUES = 1_000_003
 """Odd and several MB, so that every chunked path runs, its shorter last chunk included."""
-
-TIMED_MB = 256
-"""Of the sum whose rate is printed."""
 
 
 def main() -> None:
@@ -44,25 +40,8 @@ def main() -> None:
                 sys.exit("\n".join(f"{name} {p}" for p in problems) if dist.is_main else 1)
         if dist.is_main:
             print(line, flush=True)
-    if dist.world_size > 1:
-        seconds = dist.gather(timed_sum(dist))  # the ranks wait for the slowest
-        if dist.is_main:
-            rate = TIMED_MB / 1e3 / max(seconds)
-            print(f"sum of {TIMED_MB} MB: {max(seconds):.2f} s, {rate:.1f} GB/s", flush=True)
     timer.cancel()
     dist.close()
-
-
-def timed_sum(dist: Dist) -> float:
-    """Seconds that a sum over all ranks takes, by NCCL on GPUs, else by Gloo."""
-    import torch
-
-    values = torch.ones(TIMED_MB * 10**6 // 4, device=dist.device)
-    for _ in range(2):  # the first connects the ranks
-        float(values[0])
-        start_s = time.perf_counter()
-        float(dist.sum_(values)[0])
-    return time.perf_counter() - start_s
 
 
 def give_up(rank: int) -> None:

@@ -46,7 +46,6 @@ from rl.files import (
     write_atomically,
 )
 from rl.printing import code, scrub, text
-from rl.ranks.signals import leave
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row, as_row
 from rl.tools.report.page import MAIN_METRICS, learnt, write_page
@@ -488,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = follow_all(followed)
     sys.stdout.flush()
     # What hangs in a tracker's library must not keep this process.
-    leave(not followed.complete.issuperset(names))
+    os._exit(not followed.complete.issuperset(names))
 
 
 def wanted(run: LoadedRun, args: argparse.Namespace) -> TrackingConfig:
