@@ -447,6 +447,8 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.attention_backend": ("auto", ""),
     "renderer.cfg_in_one_forward": (True, ""),
     "renderer.compile_blocks": (False, ""),
+    "renderer.scheduler_overrides.shift": (None, ""),
+    "renderer.scheduler_overrides.use_dynamic_shifting": (None, ""),
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A

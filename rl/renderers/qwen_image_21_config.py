@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, model_validator
 
 from rl.api.types import RenderJob
-from rl.config.loading import located, not_a_file
+from rl.config.loading import is_folder, located
 from rl.config.schema import RunConfig
 from rl.files import row_of
 from rl.renderers.qwen_image_config import (
@@ -53,8 +53,8 @@ class Config(DenoisingConfig):
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Fixed picture width, px, multiple of 32; None = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
-    """Limit of sources per sample, and of sources whose keys and values a batch keeps: 2.1 GB
-    each at 1024 x 1024 px. A batch with more is drawn in parts; a group's sources count once."""
+    """Limit of sources per sample, whose keys and values are kept while a group is drawn: 2.1 GB
+    each at 1024 x 1024 px."""
 
     @model_validator(mode="after")
     def _sigmas_decrease(self) -> Config:
@@ -144,33 +144,18 @@ def size_problems(config: Config, run: RunConfig) -> list[str]:
             "to one; set both to one value"
         ]
     smallest, largest = areas_px(config)
-    low, high = _processor_bounds(run.policy)
+    is_folder_here = is_folder(located(str(run.policy.get("model_path"))))
     messages = []
-    for key, default, area_px, sign in (
-        ("image_min_pixels", low, smallest, 1),
-        ("image_max_pixels", high, largest, -1),
+    for key, released_px, area_px, sign in (
+        ("image_min_pixels", RELEASED_BOUNDS_PX[0], smallest, 1),
+        ("image_max_pixels", RELEASED_BOUNDS_PX[1], largest, -1),
     ):
-        configured = run.policy.get(key)
-        bound = default if configured is None else configured
+        # A local model's own bounds are not read: the first batch tells if they do not suit.
+        bound = run.policy.get(key) or (area_px if is_folder_here else released_px)
         if isinstance(bound, int) and sign * bound > sign * area_px:
-            whose = f"policy.{key} is" if configured is not None else f"the policy's own {key} is"
             messages.append(
-                f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, so the "
-                "policy would see some sources at another size than the VAE; set "
+                f"condition_area_px: {config.condition_area_px}, but policy.{key} is {bound}, so "
+                "that the policy would see some sources at another size than the VAE; set "
                 f"policy.{key}: {area_px}"
             )
     return messages
-
-
-def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Area bounds of the image processor in a local folder, or else the released models' bounds."""
-    model = policy.get("model_path")
-    file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
-    if file is None or not_a_file(file):
-        return RELEASED_BOUNDS_PX
-    values = row_of(file.read_bytes()) or {}
-    size = values["size"] if isinstance(values.get("size"), dict) else {}
-    low = size.get("shortest_edge", values.get("min_pixels"))
-    high = size.get("longest_edge", values.get("max_pixels"))
-    least, most = RELEASED_BOUNDS_PX
-    return low if isinstance(low, int) else least, high if isinstance(high, int) else most
