@@ -311,7 +311,6 @@ HARMLESS = (
     "max_render_failure_rate", "hang_limit_s",
     "render_pool*",  # workers and ranks draw the same bits
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
-    "policy.max_kept_pictures",
     "policy.lora.init_seed",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
     "*.device",  # but see `check_resume`

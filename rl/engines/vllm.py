@@ -27,7 +27,6 @@ from rl.engines.vllm_process import (
     Lora,
     Whole,
     lora_difference,
-    multiply_by_one_adapter,
     parameter_difference,
     parameter_sums,
     put_lora,
@@ -205,8 +204,6 @@ class VllmEngine(Engine[Config]):
 
             self._group_existed = torch.distributed.is_initialized()
             register_in_process(folder)
-            if self._has_lora and not self._on_cuda:
-                multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
                 arguments |= grammar_arguments(folder, arguments, self._vocabulary)

@@ -20,7 +20,6 @@ from rl.api.plugin import ModelFiles
 from rl.api.policy import LoraSection, PolicySetup
 from rl.api.types import (
     Action,
-    Completion,
     ImageVocabulary,
     Prompt,
     PromptTemplate,
@@ -30,7 +29,7 @@ from rl.api.types import (
     TokenOutputs,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_TOKENS, RunConfig, Unread
+from rl.config.schema import MAX_TOKENS, RunConfig
 from rl.policies import prompting
 from rl.policies.policy_base import (
     TEXT_FILES,
@@ -260,9 +259,6 @@ TOKENIZER_FILES = (("tokenizer.json", TIKTOKEN_FILE),)
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
 
-Steps = Annotated[int, Field(ge=0)]
-Cycle = Annotated[int, Field(ge=1)]
-
 
 class Config(TrainedPolicyConfig):
     """The policy section."""
@@ -283,31 +279,6 @@ class Config(TrainedPolicyConfig):
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
     run, naming its sample."""
-    train_text_tokens_only: bool = False
-    """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
-    visual tokens alone in the others."""
-    text_only_cycle_steps: Annotated[Cycle, Unread("train_text_tokens_only", False)] = 10
-    """Length of that cycle, iterations."""
-    text_only_steps: Annotated[Steps, Unread("train_text_tokens_only", False)] = 10
-    """Of these, how many train text."""
-    train_vision_tokens_only: bool = False
-    """Train visual tokens alone in the first `vision_only_steps` iterations of every
-    `vision_only_cycle_steps`, everything in the others."""
-    vision_only_cycle_steps: Annotated[Cycle, Unread("train_vision_tokens_only", False)] = 10
-    """Length of that cycle, iterations."""
-    vision_only_steps: Annotated[Steps, Unread("train_vision_tokens_only", False)] = 10
-    """Of these, how many train visual tokens alone."""
-
-    def trained(self, iteration: int) -> tuple[bool, bool]:
-        """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
-        from 0 over the whole run. Both switches off: both are; both on: what both of them train."""
-        text = visual = True
-        if self.train_text_tokens_only:
-            trains_text = iteration % self.text_only_cycle_steps < self.text_only_steps
-            text, visual = trains_text, not trains_text
-        if self.train_vision_tokens_only:
-            text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
-        return text, visual
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -504,21 +475,6 @@ class Emu3(TrainedPolicy[Config]):
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         errors = super().problems(config, run)
-        errors += [
-            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
-            f"({kind}_only_cycle_steps); for always, make them equal"
-            for kind, steps, cycle in (
-                ("text", config.text_only_steps, config.text_only_cycle_steps),
-                ("vision", config.vision_only_steps, config.vision_only_cycle_steps),
-            )
-            if steps > cycle
-        ]
-        # Both cycles begin in iteration 0, so if they ever collide, they collide there.
-        if not any(config.trained(0)):
-            errors.append(
-                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
-                "iteration 0; keep one"
-            )
         if "<|image token|>" in config.assistant_prefill:
             errors.append(
                 "assistant_prefill: contains '<|image token|>', which starts the picture's rows "
@@ -556,13 +512,6 @@ class Emu3(TrainedPolicy[Config]):
             if prompt.grid is not None
         ]
         return {"forced": pad_sequence(forced_B, batch_first=True)}
-
-    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] True for the tokens (visual codes, or text: all others) that the schedule trains."""
-        text, visual = self.config.trained(iteration)
-        picture = self.prompts.vocabulary.picture
-        start, end = picture.visual_start, picture.visual_end
-        return [visual if start <= token_id < end else text for token_id in completion.token_ids]
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None

@@ -17,7 +17,7 @@ from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.files import over_white
 from rl.model_files import align_weights
 from rl.renderers.diffusion_loop import Fits, Outcome, batches_of, render_in_batches, to_pictures
-from rl.renderers.vq_checkpoint import INDEX, ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
+from rl.renderers.vq_checkpoint import ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
 
 if TYPE_CHECKING:
     from transformers import Emu3ImageProcessor, Emu3VQVAE
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 class Emu3Codec:
     """Emu3's frozen picture tokenizer, in evaluation mode, with its image processor.
 
-    The model is made for videos: the stock `encode` runs the 2-D encoder on four copies of a
-    picture, and the stock `decode` decodes four frames and returns the first. This class runs
-    the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions are causal
-    and see the same values, so the results are equal up to float rounding.
+    The model is made for videos: its own `decode` decodes four frames and returns the first. This
+    class runs the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions
+    are causal and see the same values, so the results are equal up to float rounding.
     """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
@@ -70,33 +69,13 @@ class Emu3Codec:
         hidden = hidden * torch.sigmoid(hidden)
         return decoder.conv_out(hidden).float()
 
-    @torch.no_grad()
-    def encode_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
-        """pixels [B, 3, H, W], normalised -> codes [B, h, w] int64; H and W multiples of patch_px.
-
-        Equals the codes of `Emu3VQVAE.encode`, up to rounding.
-        """
-        model, encoder = self.model, self.model.encoder
-        hidden = encoder.conv_in(pixels.to(model.device, model.dtype))
-        hidden = encoder.down_block(hidden)
-        hidden = encoder.middle_block(hidden)
-        hidden = encoder.norm_out(hidden)
-        hidden = encoder.conv_out(hidden * torch.sigmoid(hidden))
-        video = hidden.unsqueeze(2).repeat(1, 1, model.config.temporal_downsample_factor, 1, 1)
-        for layer in encoder.time_conv:
-            video = layer(video)
-            video = video * torch.sigmoid(video)
-        for layer in encoder.time_res_stack:
-            video = layer(video)
-        codes: torch.Tensor = model.quantize(model.quant_conv(video).permute(0, 2, 1, 3, 4))
-        return codes.squeeze(1)
-
     def to_pictures(self, pixels: torch.Tensor) -> list[Image.Image]:
         """[B, 3, H, W] normalised, finite -> RGB pictures, as the stock processor makes them."""
         arrays = list(pixels.float().cpu().numpy())
         pictures: list[Image.Image] = self.processor.postprocess(arrays)["pixel_values"]
         return pictures
 
+    @torch.no_grad()
     def encode(
         self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
     ) -> list[np.ndarray]:
@@ -105,9 +84,15 @@ class Emu3Codec:
         codes: dict[int, np.ndarray] = {}
         for _, batch in batches_of(scaled, lambda picture: (picture.size, batch_size), {}):
             indices, pictures_B = zip(*batch, strict=True)
-            pixels = self.processor.preprocess(list(pictures_B), do_resize=False, do_pad=False)
-            tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels["pixel_values"])))
-            codes.update(zip(indices, tensors.cpu().numpy().astype(np.int32), strict=True))
+            inputs = self.processor(
+                list(pictures_B), do_resize=False, do_pad=False, return_tensors="pt"
+            )
+            pixels = inputs["pixel_values"].to(self.model.device)
+            grids = self.model.encode(pixels, inputs["image_sizes"]).image_tokens
+            codes |= {
+                index: grid.cpu().numpy().astype(np.int32)
+                for index, grid in zip(indices, grids, strict=True)
+            }
         return [codes[index] for index in range(len(pictures))]
 
 
@@ -155,24 +140,15 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
 def _read_tensors(
     model_path: str, revision: str | None, original: bool, device: str
 ) -> dict[str, torch.Tensor]:
-    """The tokenizer's tensors under transformers' names; downloads only files that hold them."""
+    """The tokenizer's tensors under transformers' names."""
     from safetensors import safe_open
 
-    files = [WEIGHTS]
-    if index := _file(model_path, revision, INDEX, optional=True):
-        with open(index) as stream:
-            file_of: dict[str, str] = json.load(stream)["weight_map"]
-        files = sorted({file_of[name] for name in file_of if tensor_name(name, original=False)})
     tensors = {}
-    for file in files:
-        path = _file(model_path, revision, file)
-        with safe_open(path, framework="pt", device=device) as stored:
-            for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
-                if name := tensor_name(stored_name, original):
-                    tensor = stored.get_tensor(stored_name)
-                    # The original attention has 1x1 convolutions; transformers has linear layers.
-                    linear = name.endswith("_proj.weight")
-                    tensors[name] = tensor.flatten(1) if linear else tensor
+    with safe_open(_file(model_path, revision, WEIGHTS), framework="pt", device=device) as stored:
+        for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
+            name, tensor = tensor_name(stored_name, original), stored.get_tensor(stored_name)
+            # The original attention has 1x1 convolutions; transformers has linear layers.
+            tensors[name] = tensor.flatten(1) if name.endswith("_proj.weight") else tensor
     return tensors
 
 

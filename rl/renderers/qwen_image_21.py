@@ -71,9 +71,9 @@ class QwenImage21(QwenImage[Config]):
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         problems = super().problems(config, run) + size_problems(config, run)
         try:
-            step_problem = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
+            step_problem = wrong_steps(config, sigmas_of_folder(config))
         except ValueError as error:
-            step_problem = f"model_path: {error}; download it again, or give sigmas"
+            step_problem = f"model_path: {error}; download it again"
         return [*problems, step_problem] if step_problem else problems
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl.api.types import RenderJob
 from rl.config.loading import is_folder, located
@@ -42,10 +42,8 @@ class Config(DenoisingConfig):
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
     checkpoint expects are an approximation: the tiny model's pictures (0..1) change by 0.0007 on
-    average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
-    sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = None
-    """Noise level of each step before the shift, decreasing, without the final 0; null = those of
-    the checkpoint (`sample_sigmas` in its model_index.json) if given, else uniform ones."""
+    average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4. A checkpoint with
+    noise levels (`sample_sigmas` in its model_index.json) needs as many steps as these."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     height_px: Annotated[int, Field(ge=32, le=4096)] | None = None
@@ -55,13 +53,6 @@ class Config(DenoisingConfig):
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
     """Limit of sources per sample, whose keys and values are kept while a group is drawn: 2.1 GB
     each at 1024 x 1024 px."""
-
-    @model_validator(mode="after")
-    def _sigmas_decrease(self) -> Config:
-        levels = self.sigmas
-        if levels is not None and (not levels or list(levels) != sorted(set(levels), reverse=True)):
-            raise ValueError("sigmas: at least one, each lower than the one before")
-        return self
 
 
 def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
@@ -110,8 +101,10 @@ def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
     """A message if `num_steps` differs from the number of noise levels; else ''."""
     if sigmas is None or (number := len(sigmas)) == config.num_steps:
         return ""
-    name = "sigmas" if config.sigmas is not None else f"{SIGMAS} in the checkpoint"
-    return f"num_steps: {config.num_steps}, but there are {number} {name}; set num_steps: {number}"
+    return (
+        f"num_steps: {config.num_steps}, but the checkpoint has {number} {SIGMAS}; set num_steps: "
+        f"{number}"
+    )
 
 
 # ---- size check ----------------------------------------------------------------------------------

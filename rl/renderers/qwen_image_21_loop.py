@@ -345,7 +345,7 @@ def load_parts(config: Config, device: str) -> EditorParts:
     from the config's number of steps."""
     from diffusers import AutoencoderKLQwenImage21, DiffusionPipeline, QwenImage21Transformer2DModel
 
-    sigmas = config.sigmas or (
+    sigmas = (
         sigmas_of_folder(config)
         if is_folder(config.model_path)
         else sigmas_of_index(DiffusionPipeline.load_config(**origin_of(config)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -248,26 +247,17 @@ class Denoiser:
 
         Returns the outputs for text [.., D] and image [R, .., D], only of tokens with queries.
         """
-        # Neighbouring rows with equally many text tokens share one attention call.
-        runs = [(len(list(run)), length) for length, run in itertools.groupby(text_lens)]
-        joint = (_by_run(*streams, runs) for streams in zip(text, image, strict=True))
         num_image_queries = image[0].shape[1]
+        lens = [text_lens if len(part) else (0,) * len(text_lens) for part in text]
+        words = [part.split(list(each)) for part, each in zip(text, lens, strict=True)]
         text_out, image_out = [], []
-        for queries, keys, values in zip(*joint, strict=True):
-            out = attention(queries, keys, values).flatten(2)
-            text_out.append(out[:, :-num_image_queries].flatten(0, 1))
-            image_out.append(out[:, -num_image_queries:])
-        return torch.cat(text_out), torch.cat(image_out)
-
-
-def _by_run(
-    text: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
-) -> list[torch.Tensor]:
-    """Joins `text` [L or 0, H, E] and `image` [R, .., H, E] to [rows, text tokens + .., H, E] for
-    each of `runs`, which are (rows, text tokens per row)."""
-    sizes = [rows * length if len(text) else 0 for rows, length in runs]
-    pairs = zip(text.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
-    return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
+        for row in range(len(text_lens)):
+            pairs = zip(words, image, strict=True)
+            joint = (torch.cat([of_text[row], of_image[row]])[None] for of_text, of_image in pairs)
+            out = attention(*joint)[0].flatten(1)
+            text_out.append(out[:-num_image_queries])
+            image_out.append(out[-num_image_queries:])
+        return torch.cat(text_out), torch.stack(image_out)
 
 
 def before_attention(

@@ -106,9 +106,8 @@ MORE = {
     "coefficients": [0.13, 6],
     "random_seed": 7,
     "model_revision": "main",
-    "train_text_tokens_only": True,
-    "text_only_cycle_steps": 4,
-    "text_only_steps": 3,
+    "train_text_tokens_only": False,
+    "text_only_cycle_steps": 10,
     "reward_compute_ground_score": True,
     "reward_final_reward": "sqrt(viescore_pqxground_score)",
 }
@@ -123,9 +122,8 @@ def test_fields_that_map_to_several_keys_are_read(tmp_path: Path) -> None:
     resolved = build.resolve(config)
     assert [source["coefficient"] for source in config.data.train] == [0.13, 6]
     assert (config.seed, resolved.policy.config.revision) == (7, "main")
-    masks = resolved.policy.config
-    assert masks.train_text_tokens_only and not masks.train_vision_tokens_only
-    assert (masks.text_only_cycle_steps, masks.text_only_steps) == (4, 3)
+    with pytest.raises(ConfigError, match=r"policy.train_text_tokens_only: this key was removed"):
+        build.resolve(load(tmp_path, flat(**MORE | {"train_text_tokens_only": True})))
     assert config.final_reward.op == "geometric_mean"
     assert config.final_reward.weights == {"viescore/pq_01": 1, "ground_score": 1}
     shares = load(tmp_path, flat(**MORE | {"coefficients": []})).data.train

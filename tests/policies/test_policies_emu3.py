@@ -14,7 +14,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
-from rl.api.types import Completion, SamplingParams
+from rl.api.types import SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.policies import emu3
 
@@ -124,27 +124,6 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     for b, completion in enumerate(group):
         ours = outputs.logprobs[b, : len(completion.token_ids)]
         assert (ours - torch.tensor(completion.logprobs)).abs().max() < FORWARD_TOL
-
-
-# Which tokens train
-
-
-def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
-    cycling = make_emu3(
-        folder, train_text_tokens_only=True, text_only_cycle_steps=3, text_only_steps=1
-    )
-    (prompt, ids), *_ = rows_of(cycling)
-    completion = Completion(ids, (0.0,) * len(ids), "stop")
-    visual = [token >= cycling.image_vocabulary.visual_start for token in ids]
-    assert sum(visual) == 16 and len(ids) == 3 + 1 + 20 + 3
-    masks = [list(cycling.loss_mask(completion, iteration)) for iteration in range(4)]
-    words = [not v for v in visual]
-    assert masks == [words, visual, visual, words]
-    assert all(policy.loss_mask(completion, 7))
-    ours, theirs = cycling.collate([(prompt, ids)]), policy.collate([(prompt, ids)])
-    assert torch.equal(ours.input_ids, theirs.input_ids) and ours.groups == theirs.groups
-    logprobs = forward(cycling, [(prompt, ids)]).logprobs
-    assert apart(logprobs, policy.module(theirs).logprobs) <= FORWARD_TOL
 
 
 def test_completions_of_a_group_become_codes(policy):

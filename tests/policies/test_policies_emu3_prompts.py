@@ -227,33 +227,8 @@ def problems(tmp_path: Path, **section) -> list[str]:
 
 def test_contradictory_config_keys_are_problems(tmp_path: Path):
     assert problems(tmp_path) == []
-    both = {"train_text_tokens_only": True, "train_vision_tokens_only": True}
-    assert "train nothing in iteration 0" in problems(tmp_path, **both)[0]
-    assert problems(tmp_path, **both, text_only_steps=0) == []
-    assert "text_only_steps: 11" in problems(tmp_path, text_only_steps=11)[0]
     assert "image token" in problems(tmp_path, assistant_prefill=START + IMAGE)[0]
     assert "lora: null" in problems(tmp_path, adapter_path=str(tmp_path))[0]
-
-
-SCHEDULES = {
-    (): [(1, 1)] * 6,
-    ("text", 4, 4): [(1, 0)] * 6,
-    ("text", 3, 2): [(1, 0), (1, 0), (0, 1)] * 2,
-    ("text", 3, 0): [(0, 1)] * 6,
-    ("vision", 3, 1): [(0, 1), (1, 1), (1, 1)] * 2,
-}
-"""(which, cycle, steps) -> (is text trained, is vision trained) in iterations 0 to 5."""
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_text_and_vision_are_trained_in_cycles(tmp_path: Path, kind):
-    section = {}
-    if kind:
-        which, cycle, steps = kind
-        section = {f"train_{which}_tokens_only": True}
-        section |= {f"{which}_only_cycle_steps": cycle, f"{which}_only_steps": steps}
-    config = config_of(str(tmp_path), **section)
-    assert [config.trained(i) for i in range(6)] == SCHEDULES[kind]
 
 
 def test_the_folder_of_another_model_is_refused(tmp_path: Path):

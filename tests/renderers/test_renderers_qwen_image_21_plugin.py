@@ -118,8 +118,6 @@ def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=r"renderer\.num_steps: 4"):
         load(make_config(tmp_path))
     assert load(make_config(tmp_path, num_steps=3)).parts.sigmas == tuple(levels)
-    config = make_config(tmp_path, num_steps=2, sigmas=(1.0, 0.5))
-    assert (problems(config), load(config).parts.sigmas) == ([], (1.0, 0.5))
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": "low"}))
     (problem,) = problems(make_config(tmp_path))
     assert holds(problem, "sample_sigmas ... (0, 1]")

@@ -267,8 +267,7 @@ def model_config(
         section.pop("init_text_encoder_from", None)
     if trained.is_adapter and text_encoder_from is not None:
         section["init_text_encoder_from"] = text_encoder_from
-    # Nothing is computed, so the run's attention kernel need not work here.
-    section |= {"adapter_path": "", "attn_implementation": "auto"}
+    section["adapter_path"] = ""
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [
         *model_problems(policy.models(config)),
