@@ -74,8 +74,6 @@ class ThoughtSection(Section):
     a policy that thinks without being asked."""
     marker: Annotated[str, Field(pattern=r"\S", max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Longest thought, marker included; a longer one fails. null = only the completion's limit."""
     without_marker: Literal["fail", "words"] = "fail"
     """fail: a completion without the marker fails; words: all of it counts as words."""
 

@@ -123,12 +123,6 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         suffix = ": all that it writes before its picture is its thought"
         suffix *= "image_tokens" in emits
         yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
-    if thought is not None and (thought.max_tokens or 0) >= completion_len:
-        yield (
-            f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
-            f"for words within sampling.max_completion_tokens = {completion_len}; lower one or "
-            "raise the other"
-        )
 
 
 def _reward_problems(resolved: Resolved) -> Iterable[str]:

@@ -436,6 +436,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "*judge.breaker_failures": (20, ""),
     "*judge.breaker_pause_s": (15.0, "a short judge.max_outage_s makes pauses shorter"),
     "policy.thought.loss": ("all", ""),
+    "policy.thought.max_tokens": (None, "see sampling.max_completion_tokens"),
     "policy.thought.states": ("words", ""),
     "policy.train_text_tokens_only": (False, ""),
     "policy.train_vision_tokens_only": (False, ""),

@@ -436,13 +436,8 @@ def grammar_arguments(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    try:
-        from rl.engines import vllm_requests
-    except ImportError as error:
-        raise RuntimeError(
-            "the logits-processor interfaces of this vLLM differ from those of the version pinned "
-            "in pyproject.toml: install that version, or use engine.type 'transformers'"
-        ) from error
+    from rl.engines import vllm_requests
+
     # Each model runner refuses the other's class; only the final config says which one runs.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
     processor = vllm_requests.V2Grammar if planned.use_v2_model_runner else vllm_requests.V1Grammar

@@ -100,12 +100,7 @@ class Thinking:
         if self._section is None:
             return plain
         end = len(plain.token_ids) - len(self._ids_after)
-        if list(plain.token_ids[end:]) != self._ids_after:
-            raise ValueError(
-                "policy.thought: no request to think can be added after the instruction, because "
-                "this tokenizer merges it with the text that follows; use a template with a "
-                f"special token there, not {self._prompts.template.text!r}"
-            )
+        assert list(plain.token_ids[end:]) == self._ids_after, "a special token follows"
         ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
         length = len(ids) + len(self._marker_ids)  # as in `cut_short`
         limit = self._prompts.max_prompt_tokens
@@ -149,11 +144,6 @@ class Thinking:
             num_before, word_ids = self._words_after(ids, end)
             words = decoded[end:].strip()
             failure = None if words else "empty: no words behind the thought"
-            if section.max_tokens is not None and num_before > section.max_tokens:
-                failure = (
-                    f"{UNFINISHED_THOUGHT}: {num_before} tokens up to its marker, more than "
-                    f"policy.thought.max_tokens = {section.max_tokens}"
-                )
             thought = text.removesuffix(words) if words else text
             return Written(text, thought, num_before, word_ids, failure)
         if section.without_marker == "words":
@@ -378,8 +368,7 @@ class Config(TrainedPolicyConfig):
 
 
 def load_image_processor(config: Config) -> Any:
-    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines. Raises
-    ValueError if the smallest picture is larger than the largest."""
+    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines."""
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(
@@ -389,13 +378,6 @@ def load_image_processor(config: Config) -> Any:
         processor.size["shortest_edge"] = config.image_min_pixels
     if config.image_max_pixels is not None:
         processor.size["longest_edge"] = config.image_max_pixels
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-    if least > most:
-        raise ValueError(
-            f"policy.image_min_pixels ({least}) is above policy.image_max_pixels ({most}), so that "
-            "small pictures become larger than large ones; where a key is null, the number is that "
-            f"of the image processor of {config.model_path}"
-        )
     return processor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -65,18 +65,9 @@ def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
     return output_size(config, sources[-1] if sources else (1, 1))
 
 
-class Bucket(NamedTuple):
-    """The settings that jobs must share to be drawn in one batch."""
-
-    output: Size
-    """Size of the rendered picture."""
-    edits: bool
-    """Whether there are sources."""
-
-
-def bucket_of(config: Config, job: RenderJob) -> Bucket:
-    sources = [source.size for source in job.sample.sources]
-    return Bucket(drawn_size(config, sources), bool(sources))
+def bucket_of(config: Config, job: RenderJob) -> Size:
+    """Jobs whose pictures have one size may share a batch."""
+    return drawn_size(config, [source.size for source in job.sample.sources])
 
 
 def sigmas_of_folder(config: Config) -> Sequence[float] | None:

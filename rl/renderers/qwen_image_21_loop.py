@@ -20,7 +20,6 @@ from rl.renderers.diffusion_renderer import denoise
 from rl.renderers.qwen_image_21_config import (
     NUM_POSITIONS,
     TOKENS_PER_SLOT,
-    Bucket,
     Config,
     bucket_of,
     condition_sizes,
@@ -356,7 +355,7 @@ def load_parts(config: Config, device: str) -> EditorParts:
     return load_modules(config, device, *classes, sigmas)
 
 
-class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
+class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     """Equals `QwenImage21Pipeline`, called with one prompt at a time, up to float rounding.
 
     The other jobs of a batch change a picture (range 0..1), in float32, by about 5e-6, at most 8e-5
@@ -372,7 +371,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         kernel = choose_kernel("auto", str(transformer.device), transformer.dtype)
         self._denoiser = Denoiser(transformer, kernel)
 
-    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
+    def _positions(self, job: RenderJob, bucket: Size) -> tuple[int, int, int]:
         """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
@@ -381,17 +380,17 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         num_states = max(len(payload.embeds), 0 if negative is None else len(negative))
         num_picture_states = sum(map(len, payload.pictures))
         start_len = payload.pictures[-1].stop if payload.pictures else 0
-        pictures = [*map(latent_shape, sizes), latent_shape(bucket.output)]
+        pictures = [*map(latent_shape, sizes), latent_shape(bucket)]
         by_pictures = end_of([start_len - num_picture_states, *pictures])
         return end_of([num_states - num_picture_states, *pictures]), by_pictures, NUM_POSITIONS
 
     @torch.no_grad()
-    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Size) -> torch.Tensor:
         """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1. Adjacent jobs with
         equal starts (see `Row`), such as those of a group, are drawn together."""
         rows_B = [self._rows(job) for job in jobs]
-        drawn = [self._draw(part, rows, bucket.output) for part, rows in in_groups(jobs, rows_B)]
-        width, height = bucket.output
+        drawn = [self._draw(part, rows, bucket) for part, rows in in_groups(jobs, rows_B)]
+        width, height = bucket
         return in_slices(torch.cat(drawn), self.parts.vae.decode, width * height)
 
     def _draw(

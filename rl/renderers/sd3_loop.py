@@ -100,14 +100,6 @@ class SD3Loop(DiffusionLoop[Config, None]):
 
     def __init__(self, config: Config, parts: Any) -> None:
         """`parts`: a StableDiffusion3Pipeline."""
-        patch_px = LATENT_PX * parts.transformer.config.patch_size
-        longest = patch_px * parts.transformer.config.pos_embed_max_size
-        for key in ("height_px", "width_px"):
-            if getattr(config, key) > longest:
-                raise ValueError(
-                    f"renderer.{key}: {config.model_path} makes pictures of at most {longest} px a "
-                    f"side, {getattr(config, key)} given"
-                )
         super().__init__(config, parts, LATENT_PX)
         self._kept: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
         self._warned = False

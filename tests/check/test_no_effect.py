@@ -124,8 +124,6 @@ def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> 
          "policy: ... 2048 ... 3584 ... policy.model_path, policy.init_text_encoder_from"),
         ("quickstart", [f"policy.model_path={tiny_config.WEIGHTS / 'rewriter'}",
                         "policy.init_text_encoder_from="], "policy: ... 64 ... 128"),
-        ("quickstart", ["policy.thought.max_tokens=16", "sampling.max_completion_tokens=16"],
-         "policy.thought.max_tokens: ... sampling.max_completion_tokens = 16"),
         ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... pattern"),
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
     ],
@@ -142,7 +140,6 @@ def test_a_value_that_would_be_ignored_silently_is_refused(
     [
         ("tiny_prompts", ["policy.system_prompt=Be bold."]),
         (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]),
-        ("quickstart", ["policy.thought.max_tokens=15", "sampling.max_completion_tokens=16"]),
     ],
 )
 def test_correct_variants_of_these_values_are_accepted(name: str, overrides: list[str]) -> None:

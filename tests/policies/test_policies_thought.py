@@ -187,7 +187,6 @@ def test_words_that_share_a_token_with_the_marker_are_tokenized_again(tokenizer:
         ("red it is", {}, "unfinished thought: cut off at 7 tokens without '</think>'"),
         ("red</think> \n<|im_end|>", {}, "empty: no words behind the thought"),
         ("<|im_end|>", {}, "empty: the completion holds no words"),
-        ("red</think>blue", {"max_tokens": 2}, "unfinished thought: 9 tokens up to its marker"),
     ],
 )
 def test_a_completion_without_words_has_a_reason(

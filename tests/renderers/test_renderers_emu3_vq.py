@@ -203,7 +203,7 @@ def test_decode_sources_draws_what_has_only_codes(renderer: Emu3VqLoop, monkeypa
 
 def test_a_sample_with_codes_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
-    with pytest.raises(ValueError, match=r"sample 'p-7': its target .* bad_code: 99"):
+    with pytest.raises(ValueError, match=r"sample 'p-7': a picture .* bad_code: 99"):
         renderer.decode_sources([sample])
 
 
@@ -288,5 +288,5 @@ def test_incomplete_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["decoder.conv_in.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 of .*decoder\.conv_in\.weight"):
+    with pytest.raises(RuntimeError, match=r"decoder\.conv_in\.weight"):
         load_codec(str(tmp_path), None, "float32", "cpu")

@@ -138,7 +138,6 @@ def test_a_fixed_size_overrides_the_area() -> None:
     [
         (EDIT, {"height_px": 512}, {}, "set both"),
         (EDIT, {"height_px": 500, "width_px": 512}, {}, "height_px: 500 ... 16 ... 496"),
-        (EDIT, {"num_steps": 1}, {}, "num_steps"),
         (EDIT, {"lora_weight_name": "x.safetensors"}, {}, "lora_path"),
         (EDIT, {"lora_path": "/no/such/file"}, {}, "/no/such/file"),
         (IMAGE_21, {"height_px": 48, "width_px": 64}, {}, "height_px: 48 ... 32; try 64"),
@@ -165,9 +164,6 @@ def test_valid_configs_have_no_problem(folders: dict[str, Path], name: str) -> N
     config = config_of(name, folders[name])
     assert problems(config) == problems(config_of(name)) == []
     assert list(model_problems(PLUGINS[name].models(config))) == []
-    if name != "sd3":
-        unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
-        assert problems(config_of(name, folders[name], **unstretched)) == []
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,3 @@ def test_without_the_third_encoder_a_cut_prompt_is_logged_too(
     list(renderer.render([make_job(LONG_PROMPT, 0)]))
     assert len(warnings_of(caplog)) == 1
     assert renderer.take_metrics()["t5_cut_share"] == 0
-
-
-def test_a_picture_larger_than_the_checkpoint_supports_is_refused(
-    parts: StableDiffusion3Pipeline,
-) -> None:
-    with pytest.raises(ValueError, match=r"renderer.width_px: .* 256 px .*272"):
-        make_renderer(parts, width_px=272)
