@@ -473,13 +473,13 @@ def memory_problems(
                 "batch_size, or a larger GPU"
             )
     if engine is not None and engine.lacks_room(gpu_gb):
-        key = "gpu_memory_utilization" if engine.cache_gb is None else "kv_cache_memory_mb"
         problems.append(
-            f"engine.{key}: the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, and "
-            f"it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
+            "engine.gpu_memory_utilization: the engine takes "
+            f"{engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, and it needs "
+            f"{engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
             f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
-            f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto and "
-            "kv_cache_memory_mb=null, or use a larger GPU or a smaller policy.model_path"
+            f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto, or "
+            "use a larger GPU or a smaller policy.model_path"
         )
     elif planned.peak_gb > gpu_gb:
         problems.append(_plan_problem(resolved, planned, gpu_gb))

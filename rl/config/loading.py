@@ -424,6 +424,7 @@ ADAPTER = 2
 GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
     "engine.adapter": ("served", ""),
+    "engine.kv_cache_memory_mb": (None, "use engine.gpu_memory_utilization"),
     "engine.share_base_weights": (False, ""),
     "engine.tensor_parallel_size": (1, ""),
     "evaluation.judge": (None, "give a reward a judge and `held_out_only: true`"),
@@ -438,6 +439,7 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "policy.thought.loss": ("all", ""),
     "policy.thought.max_tokens": (None, "see sampling.max_completion_tokens"),
     "policy.thought.states": ("words", ""),
+    "policy.constrained": (True, ""),
     "policy.train_text_tokens_only": (False, ""),
     "policy.train_vision_tokens_only": (False, ""),
     "policy.text_only_cycle_steps": (10, ""),

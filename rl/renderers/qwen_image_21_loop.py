@@ -371,18 +371,15 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
         kernel = choose_kernel("auto", str(transformer.device), transformer.dtype)
         self._denoiser = Denoiser(transformer, kernel)
 
-    def _positions(self, job: RenderJob, bucket: Size) -> tuple[int, int, int]:
+    def _positions(self, job: RenderJob, bucket: Size) -> tuple[int, int]:
         """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
         _check_picture_lengths(payload, sizes)
-        negative = payload.negative_embeds
-        num_states = max(len(payload.embeds), 0 if negative is None else len(negative))
-        num_picture_states = sum(map(len, payload.pictures))
-        start_len = payload.pictures[-1].stop if payload.pictures else 0
+        states = [payload.embeds, *filter(torch.is_tensor, [payload.negative_embeds])]
+        num_text = max(map(len, states)) - sum(map(len, payload.pictures))
         pictures = [*map(latent_shape, sizes), latent_shape(bucket)]
-        by_pictures = end_of([start_len - num_picture_states, *pictures])
-        return end_of([num_states - num_picture_states, *pictures]), by_pictures, NUM_POSITIONS
+        return end_of([num_text, *pictures]), NUM_POSITIONS
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Size) -> torch.Tensor:

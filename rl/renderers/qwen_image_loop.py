@@ -240,21 +240,16 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
             reason = f"too_many_sources: {num_sources}; this renderer reads at most {most}"
             return RenderFailure(reason)
         bucket = self.bucket_of(self.config, job)
-        needed, by_pictures, limit = self._positions(job, bucket)
+        needed, limit = self._positions(job, bucket)
         if needed <= limit:
             return None
-        if by_pictures > limit:
-            return RenderFailure(
-                f"sources_too_long: {by_pictures} positions of pictures, room for {limit}; "
-                "use fewer, smaller or less elongated ones"
-            )
         reason = f"too_long: {needed} positions of text and pictures, room for {limit}"
         return RenderFailure(reason, blame="policy")
 
     @abstractmethod
-    def _positions(self, job: RenderJob, bucket: BucketT) -> tuple[int, int, int]:
-        """Numbers of rotary positions: all that the job needs, those that its pictures need without
-        its text, and those that the transformer has."""
+    def _positions(self, job: RenderJob, bucket: BucketT) -> tuple[int, int]:
+        """Numbers of rotary positions: those that the job needs, and those that the transformer
+        has."""
 
     @abstractmethod
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
@@ -307,11 +302,10 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
             return RenderFailure("no_source: an editor needs a source picture")
         return super()._failure_of(job)
 
-    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
-        payload: HiddenStates = job.payload
+    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int]:
         sides = [side for size in (bucket.output, *bucket.conditions) for side in size]
         limit = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
-        return len(payload.embeds), payload.pictures[-1].stop if payload.pictures else 0, limit
+        return len(job.payload.embeds), limit
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:

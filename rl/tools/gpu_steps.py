@@ -39,7 +39,7 @@ class Opened:
 
     def __init__(self, setup: Setup, config_name: str, residency: str, stack: ExitStack) -> None:
         more = [] if setup.tiny else [f"engine.residency={residency}"]
-        path, *words = setup.words(config_name, "engine.kv_cache_memory_mb=256", *more)
+        path, *words = setup.words(config_name, "engine.gpu_memory_utilization=0.1", *more)
         self.config = load_config(path, [*words, "engine.type=vllm"])
         resolved, dist = build.resolve(self.config), Dist.from_env(setup.device)
         self.policy = build.build_policy(resolved, dist)

@@ -50,8 +50,6 @@ CASES: list[tuple[str, list[str], list[str]]] = [
      ["renderer.negative_prompt"]),
     (EDITOR, ["renderer.height_px=512", "renderer.width_px=512", "renderer.output_area_px=4096"],
      ["renderer.output_area_px"]),
-    (EDITOR, ["engine.kv_cache_memory_mb=9000", "engine.gpu_memory_utilization=0.5"],
-     ["engine.gpu_memory_utilization"]),
     (EDITOR, ["renderer.device=cpu", "renderer.max_memory_gb=3"], ["renderer.max_memory_gb"]),
     ("vlm_reasoning", ["judge.model=x", "judge.max_tokens=99"], ["judge.max_tokens", "judge.mode"]),
     ("vlm_reasoning", ["policy.conditioning=base"], ["policy.conditioning"]),

@@ -23,8 +23,7 @@ from tiny_qwen_image_21 import (
 )
 from tiny_rounding import PICTURE_TOL
 
-from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image_21_config import condition_sizes
+from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop, in_groups
 from rl.renderers.qwen_image_loop import EditorParts as Parts
 from rl.renderers.qwen_image_loop import PictureVae
@@ -203,20 +202,6 @@ def test_an_impossible_job_fails_with_the_reason(parts: Parts) -> None:
     guided = make_renderer(parts, true_cfg_scale=2.0)
     with pytest.raises(ValueError, match="negative_embeds"):
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))
-
-
-def test_sources_that_exceed_the_positions_are_not_blamed_on_the_policy(parts: Parts) -> None:
-    """A row with ten pictures of ratio 200:1, each resized to 1024^2 px."""
-    thin = [Image.new("RGB", (1600, 8)) for _ in range(10)]
-    area = 1024 * 1024
-    renderer = make_renderer(parts, condition_area_px=area, policy_image_area_px=area)
-    (width, height), *_ = condition_sizes(renderer.config, [thin[0].size])
-    slots = width * height // 32**2
-    places = tuple(range(5 + k * (slots + 5), (k + 1) * (slots + 5)) for k in range(10))
-    payload = HiddenStates(torch.zeros(places[-1].stop + 9, tiny.STATE_DIM), None, places)
-    ((_, outcome),) = renderer.render([RenderJob(Sample("s", "x", tuple(thin)), payload, 0)])
-    assert isinstance(outcome, RenderFailure)
-    assert outcome.reason.startswith("sources_too_long: ") and outcome.blame == "renderer"
 
 
 def test_the_longest_allowed_row_can_be_rendered(parts: Parts) -> None:

@@ -115,7 +115,7 @@ def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
     merged = make_policy({**SECTION, "model_path": str(tmp_path / "merged"), "lora": None})
     assert greedy(merged)[1] == expected
     assert greedy(make_policy({**SECTION, "lora": None}))[1] != expected
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=8)
     engine = vllm_engine.VllmEngine(config, EngineSetup(merged, "cpu"))
     try:
         groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
