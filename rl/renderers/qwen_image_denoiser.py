@@ -76,7 +76,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
 
     def run(layer: nn.Linear) -> torch.Tensor:
         """Apply a block's linear layer: [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
-        weight, bias = layer.weight.to(device), layer.bias.to(device)
+        weight, bias = (x.to(device, non_blocking=True) for x in (layer.weight, layer.bias))
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, 1] += 1  # the scales; indexing by a list would make the host wait
         rows[:, 4] += 1
