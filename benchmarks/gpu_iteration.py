@@ -52,8 +52,8 @@ from rl.train import sampling_params, train
 
 NUM_ITERATIONS = 2
 """The first one warms up."""
-CACHE_MB = 4096
-"""The engine's KV cache: room for four times two groups of 8 at 1543 + 256 tokens."""
+SHARE = 0.5
+"""Of the GPU's memory, for the engine."""
 
 
 def iteration(setup: Setup) -> Iterator[Line]:
@@ -130,7 +130,7 @@ def sync_vllm(setup: Setup, eager: str) -> Iterator[Line]:
     bench = open_bench(setup)
     residency = "resident" if setup.tiny else "sleep"
     section = {"type": "vllm", "enforce_eager": eager == "eager", "residency": residency}
-    section |= {"kv_cache_memory_mb": 64 if setup.tiny else CACHE_MB}
+    section |= {"gpu_memory_utilization": SHARE}
     config = run_config(bench, bench.size.policy_px, engine=section)
     policy = make_policy(bench, config)
     start_s = time.perf_counter()

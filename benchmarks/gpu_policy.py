@@ -107,12 +107,7 @@ class StepRunner:
 
     def __init__(self, bench: Bench, checkpointing: bool | str) -> None:
         side_px = bench.size.policy_px
-        config = run_config(
-            bench,
-            side_px,
-            policy={"max_kept_pictures": 1},
-            optimizer={"gradient_checkpointing": checkpointing},
-        )
+        config = run_config(bench, side_px, optimizer={"gradient_checkpointing": checkpointing})
         self.policy: Any = make_policy(bench, config)
         self.learner = Learner(self.policy, config, bench.dist, NUM_ITERATIONS)
         self.examples = [make_group(bench, self.policy, side_px, i) for i in range(2)]

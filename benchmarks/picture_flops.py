@@ -56,7 +56,7 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     states = _empty((slots[-1].stop if slots else 0) + TEXT_TOKENS, config.context_in_dim)
     group = [qwen_image_21_loop.Row(states, sources)] * GROUP
     prepared: list[Any] = []
-    once = flops_of(lambda: prepared.append(denoiser.prepare([group], (side, side))))
+    once = flops_of(lambda: prepared.append(denoiser.prepare(group, (side, side))))
     latents = _empty(GROUP, side * side, config.in_channels)
     step = flops_of(lambda: denoiser.velocity(latents, prepared[0], _empty()))
     encoding, decoding = vae_flops(side_px, of_edit=False)

@@ -40,7 +40,7 @@ OBJECTS = {
 }
 """(file, expression) -> the class of the object, where an import does not tell it."""
 
-GIVEN_TO_VLLM = ("requests.V1Grammar", "requests.V2Grammar", "classes.OneAdapter")
+GIVEN_TO_VLLM = ("requests.V1Grammar", "requests.V2Grammar")
 
 
 # Binding

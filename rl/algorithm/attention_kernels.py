@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-Name = Literal["auto", "sdpa", "varlen"]
+Name = Literal["auto", "sdpa"]
 Tensors = tuple[torch.Tensor, ...]
 Attended = tuple[torch.Tensor, torch.Tensor]
 HALF = (torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ class Kernel:
 
 
 def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
-    """'auto' picks 'varlen' where it can run. Config checks reject 'varlen' where it cannot."""
+    """'auto' picks flash attention where it can run."""
     torch_device = torch.device(device)
     is_cuda = torch_device.type == "cuda"
     capable = is_cuda and torch.cuda.get_device_capability(torch_device) >= FLASH_CAPABILITY

@@ -63,7 +63,8 @@ class LoraSection(Section):
 
 
 class ThoughtSection(Section):
-    """A thought before the words: the renderer gets only the text after the marker."""
+    """A thought before the words: the renderer gets only the text after the marker, or its hidden
+    states where it follows the renderer's own prompt (equal words give one picture)."""
 
     instruction: str = (
         "First think: what is asked for, and what does it take? Then write {marker} and, after it, "
@@ -73,14 +74,6 @@ class ThoughtSection(Section):
     a policy that thinks without being asked."""
     marker: Annotated[str, Field(pattern=r"\S", max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Longest thought, marker included; a longer one fails. null = only the completion's limit."""
-    states: Annotated[Literal["words", "attended"], NO_STATES] = "words"
-    """words: hidden states of the words when they follow the renderer's own prompt, without the
-    thought (equal words give one picture); attended: states that attended to the thought."""
-    loss: Literal["all", "words", "thought"] = "all"
-    """Which tokens are trained; the marker belongs to the thought. Under 'words' a completion
-    without the marker carries no loss."""
     without_marker: Literal["fail", "words"] = "fail"
     """fail: a completion without the marker fails; words: all of it counts as words."""
 

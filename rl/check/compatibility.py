@@ -118,12 +118,6 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
     thought = policy.config.thought
     if thought is not None and not policy.cls.thinks:
         yield f"policy.thought: policy {policy.name} does not read it; drop the key"
-    if thought is not None and (thought.max_tokens or 0) >= completion_len:
-        yield (
-            f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
-            f"for words within sampling.max_completion_tokens = {completion_len}; lower one or "
-            "raise the other"
-        )
 
 
 def _reward_problems(resolved: Resolved) -> Iterable[str]:
@@ -310,7 +304,6 @@ HARMLESS = (
     "max_render_failure_rate", "hang_limit_s",
     "render_pool*",  # workers and ranks draw the same bits
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
-    "policy.max_kept_pictures",
     "policy.lora.init_seed",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
 )  # fmt: skip
@@ -454,14 +447,13 @@ def memory_problems(resolved: Resolved, gpu_gb: float) -> list[str]:
         return []
     engine = planned.engine
     if engine is not None and engine.at_once <= 1:
-        key = "gpu_memory_utilization" if engine.share is not None else "kv_cache_memory_mb"
         least_gb = engine.weights_gb + engine.workspace_gb + engine.cache_of_gb(1)
         return [
-            f"engine.{key}: the engine takes {engine.claimed_gb:.1f} GB of {gpu_gb:g}, and it "
-            f"needs {least_gb:.1f} GB: weights ({engine.weights_gb:.1f} GB), workspace "
-            f"({engine.workspace_gb:.1f} GB) and a cache for one completion of "
-            f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto and "
-            "kv_cache_memory_mb=null, or use a larger GPU or a smaller policy.model_path"
+            f"engine.gpu_memory_utilization: the engine takes {engine.claimed_gb:.1f} GB of "
+            f"{gpu_gb:g}, and it needs {least_gb:.1f} GB: weights ({engine.weights_gb:.1f} GB), "
+            f"workspace ({engine.workspace_gb:.1f} GB) and a cache for one completion of "
+            f"{engine.longest_tokens} tokens, prompt included; set gpu_memory_utilization=auto, "
+            "or use a larger GPU or a smaller policy.model_path"
         ]
     return [_plan_problem(resolved, planned, gpu_gb)] if planned.peak_gb > gpu_gb else []
 

@@ -588,7 +588,7 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
 def _conditioning(resolved: Resolved) -> Conditioning:
     policy = resolved.policy.config
     reads_states = resolved.renderer.cls.accepts == "hidden_states"
-    reads_again = policy.thought is not None and policy.thought.states == "words"
+    reads_again = policy.thought is not None
     if reads_states and not reads_again and getattr(policy, "conditioning", "policy") == "policy":
         return "kept forward"
     return "forward" if reads_states or resolved.config.max_staleness else "none"

@@ -544,13 +544,13 @@ def load_config(
     number = values.get("format", loading.CONFIG)
     if other_format := loading.refusal(str(path), number, loading.CONFIG, loading.CONFIG):
         raise ConfigError([*problems, other_format])
-    values, gone = loading.without_gone_keys(values)
-    problems += [f"{path}: {problem}" for problem in loading.use_of_gone_keys(gone)]
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if loading.is_earls(values, required):
         values, mistakes = loading.from_earl(values, list(RunConfig.model_fields), Path(path).stem)
         if mistakes:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
+    values, gone = loading.without_gone_keys(values)
+    problems += [f"{path}: {problem}" for problem in loading.use_of_gone_keys(gone)]
     config, mistakes = validate(RunConfig, values)
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])

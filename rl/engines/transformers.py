@@ -109,6 +109,7 @@ class TransformersEngine(Engine):
         """[B, V] float32 log-probs after temperature, banned ids, the grammar (`kinds_B` from
         `image_grammar.grammar_ids`), top-k and top-p, in this order."""
         import torch
+        from transformers import TopKLogitsWarper, TopPLogitsWarper
 
         from rl.api.image_grammar import mask_logits_
 
@@ -118,14 +119,9 @@ class TransformersEngine(Engine):
         if kinds_B is not None and self._policy.image_vocabulary is not None:
             mask_logits_(logits, kinds_B, self._policy.image_vocabulary)
         if params.top_k > 0:
-            kth = logits.topk(min(params.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-            logits = logits.masked_fill(logits < kth, float("-inf"))
+            logits = TopKLogitsWarper(params.top_k)(None, logits)
         if params.top_p < 1:
-            descending, order = logits.sort(dim=-1, descending=True)
-            probs = descending.softmax(-1)
-            # A token stays while the mass before it is below top_p; the likeliest always stays.
-            outside = probs.cumsum(-1) - probs >= params.top_p
-            logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+            logits = TopPLogitsWarper(params.top_p)(None, logits)
         return logits.log_softmax(-1)
 
     def load_weights(self, weights: PolicyWeights) -> None:

@@ -19,7 +19,7 @@ from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
 from rl.api.plugin import PlacedConfig, PluginConfig, too_old
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
-from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, Unread, vllm_build
+from rl.config.schema import MAX_TOKENS, RunConfig, vllm_build
 from rl.engines.vllm_process import (
     ADAPTER_ID,
     GRID,
@@ -27,7 +27,6 @@ from rl.engines.vllm_process import (
     Lora,
     Whole,
     lora_difference,
-    multiply_by_one_adapter,
     parameter_difference,
     parameter_sums,
     put_lora,
@@ -59,10 +58,8 @@ OWN_GB, GRAPHS_GB = 1.0, 0.6
 """Assumed. OWN_GB: vLLM's memory besides that of its largest step: buffers, workspaces, NCCL.
 GRAPHS_GB: CUDA graphs of one set of batch sizes; an adapter adds a second set."""
 
-CPU_CACHE_MB = 256
-"""Key-value cache on a CPU."""
-UNPLANNED_SHARE = 0.01
-"""Share of the device that must be free if a cache size is set and there is no memory plan."""
+CPU_CACHE_BYTES, CPU_SHARE = 256 << 20, 0.01
+"""On a CPU: the key-value cache, and the share of the host's memory that must be free."""
 BFLOAT16_CAPABILITY = 8.0
 """Compute capability needed (Ampere): `check_if_supports_dtype` in vllm/platforms/cuda.py."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -72,15 +69,11 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class Config(PluginConfig):
     """The engine section."""
 
-    gpu_memory_utilization: Annotated[
-        Annotated[float, Field(gt=0, le=1)] | Literal["auto"], Unread("kv_cache_memory_mb")
-    ] = "auto"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Share of the GPU's memory for weights and KV cache while the engine is awake. auto: its
     weights, its workspace, and a cache for all completions that its rank samples in an iteration,
     each of maximal length and with its own prompt; if the memory plan has no room for all of them,
-    for as many as fit, at least one. Ignored on a CPU."""
-    kv_cache_memory_mb: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    """Size of the KV cache, MiB; replaces gpu_memory_utilization. null on a CPU means 256."""
+    for as many as fit, at least one. Ignored on a CPU, where the cache has 256 MiB."""
     max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
     sampling.max_completion_tokens."""
@@ -141,7 +134,6 @@ class VllmEngine(Engine[Config]):
             share=None if share == "auto" else share,
             own_gb=OWN_GB + graphs_gb,
             adapter_gb=graphs_gb,
-            cache_mb=config.kv_cache_memory_mb,
             dtype=None if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -205,8 +197,6 @@ class VllmEngine(Engine[Config]):
 
             self._group_existed = torch.distributed.is_initialized()
             register_in_process(folder)
-            if self._has_lora and not self._on_cuda:
-                multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
                 arguments |= grammar_arguments(folder, arguments, self._vocabulary)
@@ -264,22 +254,17 @@ class VllmEngine(Engine[Config]):
 
     def _memory_arguments(self) -> dict[str, Any]:
         """Given a cache size, vLLM does no profiling and only checks that the share is free."""
-        config, claim = self.config, self._setup.claim
-        cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
-        cache_bytes = None if cache_mb is None else cache_mb << 20
-        share: float | None = None
-        if config.gpu_memory_utilization != "auto":
-            share = config.gpu_memory_utilization
-        elif claim is not None:
-            share, cache_bytes = claim.share, cache_bytes or claim.cache_bytes
-        elif cache_bytes is not None:
-            share = UNPLANNED_SHARE
-        else:
+        share, claim = self.config.gpu_memory_utilization, self._setup.claim
+        if not self._on_cuda:
+            return {"gpu_memory_utilization": CPU_SHARE, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        if share != "auto":
+            return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": None}
+        if claim is None:
             raise ValueError(
                 "engine.gpu_memory_utilization: 'auto' needs the policy's size, which neither its "
                 "name nor its folder tells; give a share, such as 0.35"
             )
-        return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
+        return {"gpu_memory_utilization": claim.share, "kv_cache_memory_bytes": claim.cache_bytes}
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
@@ -439,13 +424,8 @@ def grammar_arguments(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    try:
-        from rl.engines import vllm_requests
-    except ImportError as error:
-        raise RuntimeError(
-            "the logits-processor interfaces of this vLLM differ from those of the version pinned "
-            "in pyproject.toml: install that version, or use engine.type 'transformers'"
-        ) from error
+    from rl.engines import vllm_requests
+
     # Each model runner refuses the other's class; only the final config says which one runs.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
     processor = vllm_requests.V2Grammar if planned.use_v2_model_runner else vllm_requests.V1Grammar

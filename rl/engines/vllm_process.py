@@ -48,16 +48,6 @@ def register_in_process(folder: str) -> None:
             ModelRegistry.register_model(architecture, model_class)
 
 
-def multiply_by_one_adapter() -> None:
-    """On a CPU: compute adapters with `OneAdapter` instead of vLLM's kernel."""
-    from vllm.platforms import current_platform
-
-    from rl.engines.vllm_classes import OneAdapter
-
-    name = f"{OneAdapter.__module__}.{OneAdapter.__name__}"
-    type(current_platform).get_punica_wrapper = classmethod(lambda _: name)
-
-
 @contextmanager
 def untouched_globals() -> Iterator[None]:
     """Restores what vLLM's start changes: it seeds every global generator, makes

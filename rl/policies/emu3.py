@@ -20,7 +20,6 @@ from rl.api.plugin import ModelFiles
 from rl.api.policy import LoraSection, PolicySetup
 from rl.api.types import (
     Action,
-    Completion,
     ImageVocabulary,
     Prompt,
     PromptTemplate,
@@ -30,7 +29,7 @@ from rl.api.types import (
     TokenOutputs,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_TOKENS, RunConfig, Unread
+from rl.config.schema import MAX_TOKENS, RunConfig
 from rl.policies import prompting
 from rl.policies.policy_base import (
     TEXT_FILES,
@@ -102,15 +101,12 @@ def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
 class Emu3Prompts:
     """A prompt is: beginning token, the source picture's tokens, instruction, prefill."""
 
-    def __init__(
-        self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
-    ) -> None:
+    def __init__(self, tokenizer: Any, prefill: str, max_prompt_tokens: int) -> None:
         """`prefill`: the prompt's last text, which every completion continues. `{height}` and
         `{width}` become the source's rows and columns of codes; special tokens stay special."""
         self.tokenizer = tokenizer
         self.vocabulary = find_vocabulary(tokenizer)
         self._prefill = prefill
-        self._constrained = constrained
         self._max_prompt_tokens = max_prompt_tokens
 
     def prompt(self, sample: Sample, max_completion_tokens: float = math.inf) -> Prompt:
@@ -148,8 +144,7 @@ class Emu3Prompts:
                 f"{shortest} tokens, more than sampling.max_completion_tokens = "
                 f"{max_completion_tokens}: raise it, or drop the sample"
             )
-        grid = (height, width) if self._constrained else None
-        return Prompt(sample=sample, token_ids=ids, grid=grid)
+        return Prompt(sample=sample, token_ids=ids, grid=(height, width))
 
     def _filled_prefill(self, height: int, width: int) -> str:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
@@ -219,30 +214,21 @@ def read_picture(
         return ids, "empty: the completion holds no tokens", []
     if vocabulary.image not in ids:
         return ids, "no image token: the completion holds words alone", []
-    start = ids.index(vocabulary.image) + 1
-    ends = {vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence}
-    end = next((t for t in range(start, len(ids)) if ids[t] in ends), len(ids))
-    before, drawn, after = ids[: start - 1], ids[start:end], ids[end:]
     height, width = grid
-    num_expected = height * (width + 1)
-    if len(drawn) == num_expected - 1:
-        drawn.append(vocabulary.end_of_row)  # the last one may be missing
-    if len(drawn) == num_expected:
-        rows = np.array(drawn, dtype=np.int32).reshape(height, width + 1)
-        codes = rows[:, :-1] - np.int32(vocabulary.visual_start)
-        num_codes = vocabulary.visual_end - vocabulary.visual_start
-        are_codes = (codes >= 0).all() and (codes < num_codes).all()
-        if are_codes and (rows[:, -1] == vocabulary.end_of_row).all():
-            return before, codes, after
-    num_rows = drawn.count(vocabulary.end_of_row)
-    if len(drawn) < num_expected and not after:
-        row = min(num_rows + 1, height)
+    start = ids.index(vocabulary.image) + 1
+    end = start + height * (width + 1)
+    before, drawn, after = ids[: start - 1], ids[start:end], ids[end:]
+    if len(drawn) < end - start - 1:  # the last end of a row may be missing
+        row = min(drawn.count(vocabulary.end_of_row) + 1, height)
         return before, f"cut off: the completion ends in row {row} of {height}", after
-    failure = (
-        f"grid: {len(drawn)} tokens in {num_rows} rows, not {height} rows of {width} visual tokens "
-        "and an end of row"
-    )
-    return before, failure, after
+    drawn = [*drawn, vocabulary.end_of_row][: end - start]
+    rows = np.array(drawn, dtype=np.int32).reshape(height, width + 1)
+    codes = rows[:, :-1] - np.int32(vocabulary.visual_start)
+    num_codes = vocabulary.visual_end - vocabulary.visual_start
+    are_codes = (codes >= 0).all() and (codes < num_codes).all()
+    if are_codes and (rows[:, -1] == vocabulary.end_of_row).all():
+        return before, codes, after
+    return before, f"grid: not {height} rows of {width} visual tokens and an end of row", after
 
 
 # ---- emu3 loading --------------------------------------------------------------------------------
@@ -260,9 +246,6 @@ TOKENIZER_FILES = (("tokenizer.json", TIKTOKEN_FILE),)
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
 
-Steps = Annotated[int, Field(ge=0)]
-Cycle = Annotated[int, Field(ge=1)]
-
 
 class Config(TrainedPolicyConfig):
     """The policy section."""
@@ -275,39 +258,11 @@ class Config(TrainedPolicyConfig):
     """Text before every completion. '<|image start|>': a picture at once. " Let's think step by
     step. <|start thinking|>": words first. '': the model decides. Special tokens written here are
     special; `{height}` and `{width}` stand for the source's rows and columns of codes."""
-    constrained: bool = True
-    """True: sampling is constrained to the source's grid, with separate softmaxes for words and
-    codes. False: free sampling, one softmax over everything."""
     lora: LoraSection | None = None
     """null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
     run, naming its sample."""
-    train_text_tokens_only: bool = False
-    """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
-    visual tokens alone in the others."""
-    text_only_cycle_steps: Annotated[Cycle, Unread("train_text_tokens_only", False)] = 10
-    """Length of that cycle, iterations."""
-    text_only_steps: Annotated[Steps, Unread("train_text_tokens_only", False)] = 10
-    """Of these, how many train text."""
-    train_vision_tokens_only: bool = False
-    """Train visual tokens alone in the first `vision_only_steps` iterations of every
-    `vision_only_cycle_steps`, everything in the others."""
-    vision_only_cycle_steps: Annotated[Cycle, Unread("train_vision_tokens_only", False)] = 10
-    """Length of that cycle, iterations."""
-    vision_only_steps: Annotated[Steps, Unread("train_vision_tokens_only", False)] = 10
-    """Of these, how many train visual tokens alone."""
-
-    def trained(self, iteration: int) -> tuple[bool, bool]:
-        """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
-        from 0 over the whole run. Both switches off: both are; both on: what both of them train."""
-        text = visual = True
-        if self.train_text_tokens_only:
-            trains_text = iteration % self.text_only_cycle_steps < self.text_only_steps
-            text, visual = trains_text, not trains_text
-        if self.train_vision_tokens_only:
-            text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
-        return text, visual
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -435,7 +390,7 @@ class Emu3(TrainedPolicy[Config]):
         super().__init__(config, setup)
         self.prompts = self._prompts_of(config)
         picture = self.prompts.vocabulary.picture
-        self.image_vocabulary = picture if config.constrained else None
+        self.image_vocabulary = picture
         self.stop_token_ids = (picture.end_of_sequence,)
         model = load_model(config)
         self.state_dim = model.config.hidden_size
@@ -446,21 +401,14 @@ class Emu3(TrainedPolicy[Config]):
                 f"{vocab_size}: they do not belong together"
             )
         model.lm_head = SlicedHead(model.lm_head.weight)
-        if config.constrained:
-            self.vocabulary_slices = (0, picture.visual_start, num_tokens)
-        else:
-            self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # ids without a token
+        self.vocabulary_slices = (0, picture.visual_start, num_tokens)
         # Adapts layers only: an adapted head could not be projected slice by slice.
         self.module = TrainedModule(self._prepared(model, within=r".*\.layers\..*"), self)
 
     @staticmethod
     def _prompts_of(config: Config) -> Emu3Prompts:
-        return Emu3Prompts(
-            load_tokenizer(config),
-            config.assistant_prefill,
-            config.constrained,
-            config.max_prompt_tokens,
-        )
+        tokenizer = load_tokenizer(config)
+        return Emu3Prompts(tokenizer, config.assistant_prefill, config.max_prompt_tokens)
 
     @classmethod
     def row_check(
@@ -504,21 +452,6 @@ class Emu3(TrainedPolicy[Config]):
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         errors = super().problems(config, run)
-        errors += [
-            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
-            f"({kind}_only_cycle_steps); for always, make them equal"
-            for kind, steps, cycle in (
-                ("text", config.text_only_steps, config.text_only_cycle_steps),
-                ("vision", config.vision_only_steps, config.vision_only_cycle_steps),
-            )
-            if steps > cycle
-        ]
-        # Both cycles begin in iteration 0, so if they ever collide, they collide there.
-        if not any(config.trained(0)):
-            errors.append(
-                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
-                "iteration 0; keep one"
-            )
         if "<|image token|>" in config.assistant_prefill:
             errors.append(
                 "assistant_prefill: contains '<|image token|>', which starts the picture's rows "
@@ -541,14 +474,12 @@ class Emu3(TrainedPolicy[Config]):
         return self.prompts.prompt(sample, self.setup.max_completion_tokens)
 
     def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-        """If constrained: `forced` [B, C] bool on the CPU, True for tokens without a choice."""
+        """`forced` [B, C] bool on the CPU, True for tokens without a choice."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
         from rl.api.image_grammar import forced_tokens
 
-        if not self.config.constrained:
-            return {}
         picture = self.prompts.vocabulary.picture
         forced_B = [
             torch.tensor(forced_tokens(ids, prompt.grid, picture), dtype=torch.bool)
@@ -556,13 +487,6 @@ class Emu3(TrainedPolicy[Config]):
             if prompt.grid is not None
         ]
         return {"forced": pad_sequence(forced_B, batch_first=True)}
-
-    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] True for the tokens (visual codes, or text: all others) that the schedule trains."""
-        text, visual = self.config.trained(iteration)
-        picture = self.prompts.vocabulary.picture
-        start, end = picture.visual_start, picture.visual_end
-        return [visual if start <= token_id < end else text for token_id in completion.token_ids]
 
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plugin import ModelFiles, PlacedConfig, too_old
+from rl.api.plugin import ModelFiles
 from rl.api.policy import Decoder, LoraSection, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
 from rl.config.loading import is_folder, not_a_file
@@ -171,9 +171,9 @@ class TrainedPolicyConfig(PolicyConfig):
     adapter_path: str = ""
     """PEFT adapter to start from: its folder, a run folder (its newest intact checkpoint) or one of
     a run's checkpoints; must fit `lora` and the base model. '' = a new one."""
-    attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
-    """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
-    CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
+    attn_implementation: Literal["auto", "sdpa"] = "auto"
+    """Attention kernel of the trainer's packed rows: 'auto' is flash attention where it runs (half
+    precision on CUDA) and elsewhere 'sdpa', plain attention."""
 
 
 def _adapter_problems(config: TrainedPolicyConfig) -> list[str]:
@@ -243,12 +243,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         errors: list[str] = []
         if config.adapter_path and not steps_of(run.run_dir):  # a resume has its own copy
             errors += _adapter_problems(config)
-        half_on_cuda = config.dtype != "float32" and config.device != "cpu"
-        if config.attn_implementation == "varlen" and not half_on_cuda:
-            errors.append(
-                "attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA device, "
-                f"not dtype {config.dtype} on device {config.device!r}; use 'auto'"
-            )
         if config.lora is not None:
             adaptable = cls.adaptable(config)
             errors += [
@@ -260,16 +254,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             if not config.lora.target_modules:
                 errors.append("lora.target_modules: empty; name layers, or train all (lora: null)")
         return errors
-
-    @classmethod
-    def device_problems(
-        cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
-    ) -> Iterable[str]:
-        """Reports a GPU too old for 'varlen' (`FLASH_CAPABILITY` in `attention_kernels.py`)."""
-        if config.attn_implementation == "varlen":
-            yield from too_old(
-                capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
-            )
 
     @classmethod
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:

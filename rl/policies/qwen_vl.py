@@ -29,6 +29,8 @@ from rl.policies.packing import completion_spans
 from rl.policies.policy_base import TEXT_FILES, TrainedPolicy, link_files, local_folder
 from rl.policies.qwen_vl_prompts import (
     FILES,
+    MAX_KEPT_PICTURES,
+    TEXT_ENCODER,
     Config,
     QwenPrompts,
     QwenRowCheck,
@@ -82,7 +84,7 @@ class QwenVL(TrainedPolicy[Config]):
         template = setup.template or prompting.chat_template(config.system_prompt)
         self.prompts = load_prompts(config, template)
         self.stop_token_ids = self.prompts.stop_ids
-        self.thinking = Thinking(self.prompts, config.thought, setup.kind == "text")
+        self.thinking = Thinking(self.prompts, config.thought)
         self.image_pixel_bounds = self.prompts.picture_bounds
         self.max_pictures = template.max_pictures
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
@@ -100,7 +102,7 @@ class QwenVL(TrainedPolicy[Config]):
             model.model.visual.requires_grad_(not config.freeze_vision_tower)
         self.module = QwenModule(model, self)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
-        self._negatives = LRUCache(config.max_kept_pictures)
+        self._negatives = LRUCache(MAX_KEPT_PICTURES)
 
     @classmethod
     def row_check(
@@ -117,7 +119,7 @@ class QwenVL(TrainedPolicy[Config]):
         editor = config.init_text_encoder_from
         if not editor:
             return super().base(config)
-        return Base.of_editor(editor, config.text_encoder_subfolder, words=config.model_path)
+        return Base.of_editor(editor, TEXT_ENCODER, words=config.model_path)
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
@@ -127,9 +129,7 @@ class QwenVL(TrainedPolicy[Config]):
             return [model]
         return [
             replace(model, config_required=False, weights=()),
-            ModelFiles(
-                "init_text_encoder_from", editor, *kinds, subfolder=config.text_encoder_subfolder
-            ),
+            ModelFiles("init_text_encoder_from", editor, *kinds, subfolder=TEXT_ENCODER),
         ]
 
     @classmethod
@@ -157,11 +157,11 @@ class QwenVL(TrainedPolicy[Config]):
         """The model path or, when the weights come from an editor, a folder of links to its weights
         and to the policy's tokenizer and processor files."""
         path, revision = self.config.model_path, self.config.revision
-        editor, subfolder = self.config.init_text_encoder_from, self.config.text_encoder_subfolder
+        editor = self.config.init_text_encoder_from
         if not editor:
             return super().engine_folder()
         overlay = Path(self._overlay.name)
-        link_files(local_folder(editor, None, [f"{subfolder}/*"]) / subfolder, overlay)
+        link_files(local_folder(editor, None, [f"{TEXT_ENCODER}/*"]) / TEXT_ENCODER, overlay)
         text_folder = local_folder(path, revision, TEXT_FILES)
         link_files(text_folder, overlay, skip=("safetensors", ".bin"))
         return str(overlay)
@@ -200,9 +200,6 @@ class QwenVL(TrainedPolicy[Config]):
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
         return {"stock": (prompt, EMPTY_COMPLETION)}
 
-    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        return self.thinking.loss_mask(completion.token_ids)
-
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
@@ -225,7 +222,7 @@ class QwenVL(TrainedPolicy[Config]):
                 written.failure,
                 written.thought,
                 written.num_thought_tokens,
-                self.thinking.drawn_from(prompt, ids, written),
+                None if prompt.without_thought is None else written.word_ids,
             )
             for (prompt, ids), written, payload in zip(rows, written_B, payloads_B, strict=True)
         ]
@@ -248,20 +245,19 @@ class QwenVL(TrainedPolicy[Config]):
     def _states(
         self, rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[L, D] per row: states of its prompt (after the dropped prefix) and its completion,
-        without the tokens of `Thinking.unread`. Detached copies: a view would keep the whole packed
-        row alive."""
+        """[L, D] per row: states of its prompt (after the dropped prefix) and its completion.
+        Detached copies: a view would keep the whole packed row alive."""
         import torch
 
         groups_B = [group for group in batch.groups for _ in group.completion_lens]
         spans_B = completion_spans(batch.groups)
         hidden_SD = hidden_SD.detach()
         states_B = []
-        for (prompt, ids), group, (start, end) in zip(rows, groups_B, spans_B, strict=True):
-            first, last, leading = self.thinking.unread(prompt, ids)
+        for (prompt, _), group, (start, end) in zip(rows, groups_B, spans_B, strict=True):
             prompt_SD = hidden_SD[group.start : group.start + group.prompt_len]
-            prompt_parts = prompt_SD[prompt.num_dropped_tokens : first], prompt_SD[last:]
-            states_B.append(torch.cat([*prompt_parts, hidden_SD[start + leading : end]]))
+            states_B.append(
+                torch.cat([prompt_SD[prompt.num_dropped_tokens :], hidden_SD[start:end]])
+            )
         return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:

@@ -27,8 +27,7 @@ class QwenModule(TrainedModule):
         if hasattr(vl_model.language_model, "_deepstack_process"):
             vl_model.language_model._deepstack_process = _add_at_pictures
         self._tower: Tower = policy.tower
-        max_kept = policy.config.max_kept_pictures
-        self._features = PictureFeatures(policy.tower, tower_trained, max_kept)
+        self._features = PictureFeatures(policy.tower, tower_trained)
         self._pre_norm = policy.setup.state_kind == "pre_norm"
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:

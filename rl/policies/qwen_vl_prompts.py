@@ -8,8 +8,7 @@ import unicodedata
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -27,8 +26,7 @@ from rl.api.types import (
     Sample,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_COUNT, Unread
-from rl.files import read_object
+from rl.config.schema import MAX_COUNT
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
 from rl.progress import weights_counted
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
-    from tokenizers import Tokenizer
 
 # ---- qwen vl thought -----------------------------------------------------------------------------
 # Asks for a thought in the prompt, and splits a completion into its thought and its words.
@@ -72,12 +69,9 @@ class Written:
 class Thinking:
     """Handles one policy's thoughts. Without `policy.thought`, everything it writes is words."""
 
-    def __init__(
-        self, prompts: QwenPrompts, section: ThoughtSection | None, renderer_reads_text: bool
-    ) -> None:
-        """`renderer_reads_text`: it reads no hidden states. Raises ValueError for a marker that
-        changes when the tokenizer encodes and decodes it: no completion would match it."""
-        self.renderer_reads_text = renderer_reads_text
+    def __init__(self, prompts: QwenPrompts, section: ThoughtSection | None) -> None:
+        """Raises ValueError for a marker that changes when the tokenizer encodes and decodes it: no
+        completion would match it."""
         self._prompts = prompts
         self._section = section
         self._request_ids: list[int] = []
@@ -106,12 +100,7 @@ class Thinking:
         if self._section is None:
             return plain
         end = len(plain.token_ids) - len(self._ids_after)
-        if list(plain.token_ids[end:]) != self._ids_after:
-            raise ValueError(
-                "policy.thought: no request to think can be added after the instruction, because "
-                "this tokenizer merges it with the text that follows; use a template with a "
-                f"special token there, not {self._prompts.template.text!r}"
-            )
+        assert list(plain.token_ids[end:]) == self._ids_after, "a special token follows"
         ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
         length = len(ids) + len(self._marker_ids)  # as in `cut_short`
         limit = self._prompts.max_prompt_tokens
@@ -155,11 +144,6 @@ class Thinking:
             num_before, word_ids = self._words_after(ids, end)
             words = decoded[end:].strip()
             failure = None if words else "empty: no words behind the thought"
-            if section.max_tokens is not None and num_before > section.max_tokens:
-                failure = (
-                    f"{UNFINISHED_THOUGHT}: {num_before} tokens up to its marker, more than "
-                    f"policy.thought.max_tokens = {section.max_tokens}"
-                )
             thought = text.removesuffix(words) if words else text
             return Written(text, thought, num_before, word_ids, failure)
         if section.without_marker == "words":
@@ -205,7 +189,7 @@ class Thinking:
     @property
     def reads_again(self) -> bool:
         """Whether the policy encodes the words again without the thought, for the renderer."""
-        return self._section is not None and self._section.states == "words"
+        return self._section is not None
 
     def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         """(rows of each group's distinct words after its plain prompt, [B] each row's index into
@@ -221,35 +205,6 @@ class Thinking:
                 distinct_rows.append((prompt.plain, word_ids))
             index_B.append(index_of[key])
         return distinct_rows, index_B
-
-    def unread(self, prompt: Prompt, ids: Sequence[int]) -> tuple[int, int, int]:
-        """(first, end, leading): prompt tokens first..end ask for a thought, and the completion's
-        first `leading` tokens are the thought. The renderer does not get the states of these
-        tokens; the states that it gets attended to them."""
-        if prompt.without_thought is None:
-            return len(prompt.token_ids), len(prompt.token_ids), 0
-        end = len(prompt.token_ids) - len(self._ids_after)
-        num_request_tokens = len(prompt.token_ids) - len(prompt.plain.token_ids)
-        return end - num_request_tokens, end, self.read(prompt, ids).num_thought_tokens
-
-    def drawn_from(
-        self, prompt: Prompt, ids: Sequence[int], written: Written
-    ) -> tuple[int, ...] | None:
-        """The value of `Action.drawn_from`. For words that attended to a thought, the ids of the
-        request come first, so that the result differs from that of equal words without one."""
-        if prompt.without_thought is None:
-            return None
-        if self.renderer_reads_text or self.reads_again:
-            return written.word_ids
-        return (*self._request_ids, *ids)
-
-    def loss_mask(self, ids: Sequence[int]) -> Sequence[bool]:
-        """[T] which tokens of a completion are trained (`policy.thought.loss`)."""
-        if self._section is None or self._section.loss == "all":
-            return (True,) * len(ids)
-        num_thought = self.split(ids, self._section).num_thought_tokens
-        thought_trains = self._section.loss == "thought"
-        return [thought_trains] * num_thought + [not thought_trains] * (len(ids) - num_thought)
 
 
 # ---- qwen vl pictures ----------------------------------------------------------------------------
@@ -308,14 +263,14 @@ class Tower:
 
 
 class PictureFeatures:
-    """The features of one vision tower; while it is frozen, the last `max_kept` are cached."""
+    """The features of one vision tower; while it is frozen, those of the last pictures are kept."""
 
-    def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
+    def __init__(self, tower: Tower, trained: bool) -> None:
         """`trained`: whether any weight of the tower is trained, as of now: inside
         `Policy.reference`, an adapter's parameters would look frozen."""
         self._tower = tower
         self._trained = trained
-        self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
+        self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(MAX_KEPT_PICTURES)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
         """Each picture's [N_img, W] features; None if there are no features.
@@ -384,6 +339,14 @@ FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "process
 """Files of which each model has one of each kind: of the tokenizer, of the image processor."""
 
 
+TEXT_ENCODER = "text_encoder"
+"""Subfolder of an editor's text encoder."""
+MAX_KEPT_PICTURES = 64
+"""Pictures whose features (while the vision tower is frozen) and negative embeddings are kept on
+the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a rank has more
+prompts than this in an iteration, their pictures are encoded again."""
+
+
 class Config(TrainedPolicyConfig):
     """The policy section."""
 
@@ -391,8 +354,6 @@ class Config(TrainedPolicyConfig):
     """Folder or hub id: tokenizer, image processor and (usually) weights."""
     init_text_encoder_from: str = ""
     """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
-    text_encoder_subfolder: Annotated[str, Unread("init_text_encoder_from", "")] = "text_encoder"
-    """The text encoder's subfolder in that editor."""
     freeze_vision_tower: bool = True
     """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
     system_prompt: str = "You are a helpful assistant."
@@ -404,15 +365,10 @@ class Config(TrainedPolicyConfig):
     """Smallest picture area the model sees, px; null = the processor's own."""
     image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""
-    max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
-    """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
-    on the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a
-    rank has more prompts than this in an iteration, their pictures are encoded again."""
 
 
 def load_image_processor(config: Config) -> Any:
-    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines. Raises
-    ValueError if the smallest picture is larger than the largest."""
+    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines."""
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(
@@ -422,13 +378,6 @@ def load_image_processor(config: Config) -> Any:
         processor.size["shortest_edge"] = config.image_min_pixels
     if config.image_max_pixels is not None:
         processor.size["longest_edge"] = config.image_max_pixels
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-    if least > most:
-        raise ValueError(
-            f"policy.image_min_pixels ({least}) is above policy.image_max_pixels ({most}), so that "
-            "small pictures become larger than large ones; where a key is null, the number is that "
-            f"of the image processor of {config.model_path}"
-        )
     return processor
 
 
@@ -444,7 +393,7 @@ def load_model(config: Config) -> Any:
     path = config.model_path
     if config.init_text_encoder_from:
         path = config.init_text_encoder_from
-        source = {"subfolder": config.text_encoder_subfolder}
+        source = {"subfolder": TEXT_ENCODER}
     with weights_counted():
         return AutoModelForImageTextToText.from_pretrained(  # nosec B615 # its `revision`
             path,
@@ -667,18 +616,13 @@ _SPECIAL = re.compile(r"<\|\w+\|>")
 
 class QwenRowCheck:
     """A `RowCheck`. A prompt is built, which imports transformers, torch and their 400 MB, for rows
-    alone that may be too long by two faster rules: a token has at least one byte; the file of the
-    tokenizer counts the tokens of a text."""
+    alone that may be too long by a faster rule: a token has at least one byte."""
 
     def __init__(self, config: Config, template: PromptTemplate | None, slot_px: int) -> None:
-        """`slot_px`: side of the square of pixels that becomes one image token, where the image
-        processor's file is not here."""
+        """`slot_px`: side of the square of pixels that becomes one image token."""
         self._config = config
         self._template = template or prompting.chat_template(config.system_prompt)
-        self._default_slot_px = slot_px
-        self._most = lru_cache(maxsize=2**16)(self._most_tokens)
-        self._num_bytes = cache(lambda num: len(_SPECIAL.sub(" ", self._text(num)).encode()))
-        self._num_tokens = cache(lambda num: self._count(self._text(num)))
+        self._slot_px = slot_px
 
     def __call__(
         self,
@@ -689,101 +633,49 @@ class QwenRowCheck:
     ) -> bool:
         if self._template.needs_picture and not sizes:
             raise no_picture(Sample(identity, instruction))
-        most = self._config.max_prompt_tokens - sum(map(self._most, sizes)) - MARGIN
-        if self._is_short(instruction, len(sizes), most):
+        text = unicodedata.normalize("NFC", instruction) + self._text(len(sizes))
+        most = len(text.encode()) + sum(map(self._most_tokens, sizes)) + MARGIN
+        if most <= self._config.max_prompt_tokens:
             return True
-        if self._builder is None:
-            return False
         known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
+        if self._builder is None or len(known) < len(sizes):
             return False
         prompts, thinking = self._builder
         sample = Sample(identity, instruction)
         thinking.prompt_to_sample(prompts.without_pictures(sample, instruction, known))
         return True
 
-    def _is_short(self, instruction: str, num_pictures: int, most: float) -> bool:
-        """Whether the prompt's text certainly has at most `most` tokens."""
-        instruction = unicodedata.normalize("NFC", instruction)
-        if self._num_bytes(num_pictures) + len(instruction.encode()) <= most:
-            return True
-        # In an instruction, the text of a special token is ordinary text, which is longer.
-        is_plain = not any(special in instruction for special in self._specials)
-        return is_plain and self._num_tokens(num_pictures) + self._count(instruction) <= most
-
     def _text(self, num_pictures: int) -> str:
-        """All text of a prompt but its instruction."""
+        """All text of a prompt but its instruction, with a character for each special token."""
         thought = self._config.thought
         request = thought.instruction.replace("{marker}", thought.marker) if thought else ""
-        words = ["\n", request, thought.marker] if thought else []
+        words = [request, thought.marker] if thought else []
         template = prompting.for_pictures(self._template, num_pictures)
-        return " ".join([template.text.replace("{instruction}", ""), *words])
-
-    def _count(self, text: str) -> float:
-        counter = self._counter
-        return len(counter.encode(text, add_special_tokens=False)) if counter else math.inf
+        return _SPECIAL.sub(" ", " ".join([template.text, *words]))
 
     def _most_tokens(self, size: tuple[int, int] | None) -> float:
         """Upper limit of the tokens of a picture."""
-        slot_px, least_px = self._processor_px
         most_px = self._config.image_max_pixels or math.inf
         if size is not None and max(size) > MAX_SAFE_RATIO * min(size):
             return math.inf
         if size is not None:
             if (area := self._template.image_area_px) is not None:
                 size = prompting.size_of_area(*size, area, self._template.image_multiple_px)
+            least_px = self._config.image_min_pixels or MIN_PX
             scale = max(1.0, math.sqrt(least_px / math.prod(size)))
-            added_px = slot_px if scale > 1 else slot_px / 2
-            most_px = min(most_px, math.prod(side * scale + added_px for side in size))
-        return most_px // slot_px**2
-
-    @cached_property
-    def _processor_px(self) -> tuple[int, int]:
-        """(side of the square of pixels that becomes one image token, smallest area of a picture
-        that the model sees), of the image processor if one of its files is here."""
-        numbers: dict[str, Any] = {}
-        path, revision = self._config.model_path, self._config.revision
-        for name in FILES[1]:  # the second one wins, as in transformers
-            if folder := folder_here(path, revision, [[name]]):
-                stored = read_object(folder / name) or {}
-                numbers |= stored.get("image_processor", stored)
-        size = numbers.get("size") or {}
-        least = numbers.get("min_pixels") or size.get("shortest_edge")
-        slot_px = numbers.get("patch_size", 0) * numbers.get("merge_size", 0)
-        return slot_px or self._default_slot_px, self._config.image_min_pixels or least or MIN_PX
-
-    @cached_property
-    def _counter(self) -> Tokenizer | None:
-        if self._folder is None or not (file := self._folder / FILES[0][0]).is_file():
-            return None
-        try:
-            from tokenizers import Tokenizer
-
-            counter = Tokenizer.from_file(str(file))
-        except Exception:  # a laptop may lack the package; it has no other class of errors
-            return None
-        counter.no_truncation()
-        counter.no_padding()
-        return counter
-
-    @cached_property
-    def _specials(self) -> list[str]:
-        tokens = self._counter.get_added_tokens_decoder() if self._counter else {}
-        return [token.content for token in tokens.values()]
-
-    @cached_property
-    def _folder(self) -> Path | None:
-        return folder_here(self._config.model_path, self._config.revision, FILES)
+            most_px = min(most_px, math.prod(side * scale + self._slot_px for side in size))
+        return most_px // self._slot_px**2
 
     @cached_property
     def _builder(self) -> tuple[QwenPrompts, Thinking] | None:
         """What builds the prompts in a run; None if its files or packages are not here. Raises
         ValueError for a config with which no run can build any."""
-        if self._folder is None:
+        folder = folder_here(self._config.model_path, self._config.revision, FILES)
+        if folder is None:
             return None
-        here = self._config.model_copy(update={"model_path": str(self._folder), "revision": None})
+        here = self._config.model_copy(update={"model_path": str(folder), "revision": None})
         try:
             prompts = load_prompts(here, self._template)
         except (ImportError, OSError):
             return None
-        return prompts, Thinking(prompts, here.thought, renderer_reads_text=False)
+        return prompts, Thinking(prompts, here.thought)

@@ -148,15 +148,6 @@ def to_pictures(
     ]
 
 
-def guided(
-    velocity: Callable[[int, torch.Tensor], torch.Tensor],
-    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """`velocity` with classifier-free guidance: one forward has all rows twice, with their prompts
-    and with the negative prompt; `combine` gets both halves."""
-    return lambda step, latents: combine(*velocity(step, torch.cat([latents, latents])).chunk(2))
-
-
 # ---- diffusion loop ------------------------------------------------------------------------------
 # Draws batches of jobs with a frozen diffusion model.
 

@@ -129,15 +129,11 @@ class SchedulerOverrides(Section):
     For Lightning adapters, set base_shift = max_shift = log 3 and shift_terminal = null.
     """
 
-    use_dynamic_shifting: bool = KEPT
-    """Shift the sigmas by the picture's size (base_shift, max_shift), not by a constant `shift`."""
     base_shift: float = KEPT
     """Log shift for a picture of base_image_seq_len tokens (usually 256)."""
     max_shift: float = KEPT
-    """Log shift for a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); between the
-    two lengths, it is interpolated linearly in the number of tokens."""
-    shift: Annotated[float, Field(gt=0, le=1000)] = KEPT
-    """Constant shift factor, with use_dynamic_shifting: false."""
+    """Log shift for a picture of max_image_seq_len tokens (8192); between the two lengths, it is
+    interpolated linearly in the number of tokens."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
 
@@ -147,9 +143,9 @@ def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
     return type(scheduler).from_config(scheduler.config, **overrides.model_dump(exclude_unset=True))
 
 
-def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> Any:
-    """A copy of a diffusers scheduler with timesteps set to `schedule` (`sigmas` or
-    `num_inference_steps`), shifted for a picture of `num_tokens` (not counting its sources).
+def prepared(scheduler: Any, num_tokens: int, device: Any, sigmas: Any) -> Any:
+    """A copy of a diffusers scheduler with the noise levels `sigmas`, shifted for a picture of
+    `num_tokens` (not counting its sources).
 
     The log shift is interpolated between the checkpoint's base_shift and max_shift (Esser et al.
     2024, section 5.3.2); the scheduler uses it only with `use_dynamic_shifting`.
@@ -159,7 +155,7 @@ def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> A
         anchors.max_image_seq_len - anchors.base_image_seq_len
     )
     shift = float(num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len))
-    scheduler.set_timesteps(device=device, mu=shift, **schedule)
+    scheduler.set_timesteps(device=device, mu=shift, sigmas=sigmas)
     scheduler.set_begin_index(0)
     return scheduler
 

@@ -16,13 +16,7 @@ from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import MAX_COUNT
 from rl.ranks.dist import resolve_device
-from rl.renderers.vq_checkpoint import (
-    ORIGINAL,
-    STANDALONE,
-    WHOLE,
-    count_parameters,
-    tokenizer_config,
-)
+from rl.renderers.vq_checkpoint import ORIGINAL, STANDALONE, count_parameters, tokenizer_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,8 +32,7 @@ class Config(FrozenModelConfig):
     """`renderer: { type: 'emu3_vq', ... }`."""
 
     model_path: str = "BAAI/Emu3-VisionTokenizer"
-    """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
-    transformers' format, from which only the tokenizer is read."""
+    """Hub id or local folder (safetensors): BAAI's tokenizer, or an `Emu3VQVAE`."""
     dtype: Dtype = "float32"
     """Data type of the decoder; weights stored in another one are converted when loaded."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 16
@@ -86,8 +79,7 @@ class Emu3Vq(Renderer[Config]):
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        """The tokenizer, by itself or in a whole Emu3."""
-        kinds = frozenset({ORIGINAL, STANDALONE, WHOLE})
+        kinds = frozenset({ORIGINAL, STANDALONE})
         return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
 
     @classmethod

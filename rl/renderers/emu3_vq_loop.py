@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.files import over_white
 from rl.model_files import align_weights
 from rl.renderers.diffusion_loop import Fits, Outcome, batches_of, render_in_batches, to_pictures
-from rl.renderers.vq_checkpoint import INDEX, ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
+from rl.renderers.vq_checkpoint import ORIGINAL, WEIGHTS, tensor_name, tokenizer_config
 
 if TYPE_CHECKING:
     from transformers import Emu3ImageProcessor, Emu3VQVAE
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 class Emu3Codec:
     """Emu3's frozen picture tokenizer, in evaluation mode, with its image processor.
 
-    The model is made for videos: the stock `encode` runs the 2-D encoder on four copies of a
-    picture, and the stock `decode` decodes four frames and returns the first. This class runs
-    the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions are causal
-    and see the same values, so the results are equal up to float rounding.
+    The model is made for videos: its own `decode` decodes four frames and returns the first. This
+    class runs the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions
+    are causal and see the same values, so the results are equal up to float rounding.
     """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
@@ -70,33 +69,13 @@ class Emu3Codec:
         hidden = hidden * torch.sigmoid(hidden)
         return decoder.conv_out(hidden).float()
 
-    @torch.no_grad()
-    def encode_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
-        """pixels [B, 3, H, W], normalised -> codes [B, h, w] int64; H and W multiples of patch_px.
-
-        Equals the codes of `Emu3VQVAE.encode`, up to rounding.
-        """
-        model, encoder = self.model, self.model.encoder
-        hidden = encoder.conv_in(pixels.to(model.device, model.dtype))
-        hidden = encoder.down_block(hidden)
-        hidden = encoder.middle_block(hidden)
-        hidden = encoder.norm_out(hidden)
-        hidden = encoder.conv_out(hidden * torch.sigmoid(hidden))
-        video = hidden.unsqueeze(2).repeat(1, 1, model.config.temporal_downsample_factor, 1, 1)
-        for layer in encoder.time_conv:
-            video = layer(video)
-            video = video * torch.sigmoid(video)
-        for layer in encoder.time_res_stack:
-            video = layer(video)
-        codes: torch.Tensor = model.quantize(model.quant_conv(video).permute(0, 2, 1, 3, 4))
-        return codes.squeeze(1)
-
     def to_pictures(self, pixels: torch.Tensor) -> list[Image.Image]:
         """[B, 3, H, W] normalised, finite -> RGB pictures, as the stock processor makes them."""
         arrays = list(pixels.float().cpu().numpy())
         pictures: list[Image.Image] = self.processor.postprocess(arrays)["pixel_values"]
         return pictures
 
+    @torch.no_grad()
     def encode(
         self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
     ) -> list[np.ndarray]:
@@ -105,9 +84,15 @@ class Emu3Codec:
         codes: dict[int, np.ndarray] = {}
         for _, batch in batches_of(scaled, lambda picture: (picture.size, batch_size), {}):
             indices, pictures_B = zip(*batch, strict=True)
-            pixels = self.processor.preprocess(list(pictures_B), do_resize=False, do_pad=False)
-            tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels["pixel_values"])))
-            codes.update(zip(indices, tensors.cpu().numpy().astype(np.int32), strict=True))
+            inputs = self.processor(
+                list(pictures_B), do_resize=False, do_pad=False, return_tensors="pt"
+            )
+            pixels = inputs["pixel_values"].to(self.model.device)
+            grids = self.model.encode(pixels, inputs["image_sizes"]).image_tokens
+            codes |= {
+                index: grid.cpu().numpy().astype(np.int32)
+                for index, grid in zip(indices, grids, strict=True)
+            }
         return [codes[index] for index in range(len(pictures))]
 
 
@@ -126,7 +111,8 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
     """Load the tokenizer of a hub id or folder; `vq_checkpoint.py` lists the supported checkpoints.
 
-    Raises OSError if a file is missing, ValueError if the checkpoint holds no Emu3 tokenizer.
+    Raises OSError if a file is missing, ValueError if the checkpoint holds no Emu3 tokenizer,
+    RuntimeError if tensors are missing.
     """
     from transformers import Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
 
@@ -136,12 +122,6 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
         model = Emu3VQVAE(Emu3VQVAEConfig(**tokenizer_config(config)))
     original = config["model_type"] == ORIGINAL
     tensors = _read_tensors(model_path, revision, original, device)
-    expected = model.state_dict().keys()
-    if missing := sorted(expected - tensors.keys()):
-        raise ValueError(
-            f"{model_path}: {len(missing)} of the tokenizer's {len(expected)} tensors are "
-            f"missing, e.g. {missing[0]}; give a complete checkpoint"
-        )
     model.load_state_dict(tensors, strict=True, assign=True)
     model.to(getattr(torch, dtype))
     align_weights(model, device)
@@ -155,24 +135,15 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
 def _read_tensors(
     model_path: str, revision: str | None, original: bool, device: str
 ) -> dict[str, torch.Tensor]:
-    """The tokenizer's tensors under transformers' names; downloads only files that hold them."""
+    """The tokenizer's tensors under transformers' names."""
     from safetensors import safe_open
 
-    files = [WEIGHTS]
-    if index := _file(model_path, revision, INDEX, optional=True):
-        with open(index) as stream:
-            file_of: dict[str, str] = json.load(stream)["weight_map"]
-        files = sorted({file_of[name] for name in file_of if tensor_name(name, original=False)})
     tensors = {}
-    for file in files:
-        path = _file(model_path, revision, file)
-        with safe_open(path, framework="pt", device=device) as stored:
-            for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
-                if name := tensor_name(stored_name, original):
-                    tensor = stored.get_tensor(stored_name)
-                    # The original attention has 1x1 convolutions; transformers has linear layers.
-                    linear = name.endswith("_proj.weight")
-                    tensors[name] = tensor.flatten(1) if linear else tensor
+    with safe_open(_file(model_path, revision, WEIGHTS), framework="pt", device=device) as stored:
+        for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
+            name, tensor = tensor_name(stored_name, original), stored.get_tensor(stored_name)
+            # The original attention has 1x1 convolutions; transformers has linear layers.
+            tensors[name] = tensor.flatten(1) if name.endswith("_proj.weight") else tensor
     return tensors
 
 
@@ -225,25 +196,30 @@ class Emu3VqLoop:
 
         Raises ValueError if this decoder does not know the codes, RuntimeError if it fails.
         """
-        drawn: dict[bytes, Image.Image] = {}
-        for sample in samples:
-            for name, codes in _missing_pictures(sample):
-                if reason := self._why_invalid(codes):
-                    raise ValueError(
-                        f"sample {sample.id!r}: its {name} cannot be drawn: {reason}; tokenise the "
-                        "data with the renderer's own model_path (rl prepare)"
-                    )
-                key = _key(codes)
-                if key not in drawn:
-                    drawn[key] = self._cache.get(key) or self._draw_source(codes)
-        self._cache.update(drawn)
-        return [_with_pictures(s, drawn) for s in samples]
+        return [self._with_pictures(sample) for sample in samples]
 
-    def _draw_source(self, codes: np.ndarray) -> Image.Image:
-        [outcome] = self._draw_batch([codes], None)
-        if isinstance(outcome, RenderFailure):
-            raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
-        return outcome
+    def _with_pictures(self, sample: Sample) -> Sample:
+        sources, target = sample.sources, sample.target
+        if not sources and sample.source_codes is not None:
+            sources = (self._picture(sample, sample.source_codes),)
+        if target is None and sample.target_codes is not None:
+            target = self._picture(sample, sample.target_codes)
+        return replace(sample, sources=sources, target=target)
+
+    def _picture(self, sample: Sample, codes: np.ndarray) -> Image.Image:
+        """Drawn alone: its bits do not depend on other samples."""
+        if reason := self._why_invalid(codes):
+            raise ValueError(
+                f"sample {sample.id!r}: a picture of it cannot be drawn: {reason}; tokenise the "
+                "data with the renderer's own model_path (rl prepare)"
+            )
+        key = _key(codes)
+        if key not in self._cache:
+            [outcome] = self._draw_batch([codes], None)
+            if isinstance(outcome, RenderFailure):
+                raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
+            self._cache[key] = outcome
+        return self._cache[key]
 
     def _why_invalid(self, codes: np.ndarray) -> str | None:
         if codes.ndim != 2 or not codes.size:
@@ -256,20 +232,6 @@ class Emu3VqLoop:
     def _draw_batch(self, grids: Sequence[np.ndarray], key: Hashable) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
         return [*to_pictures(self.codec.decode_tensor(codes), self.codec.to_pictures)]
-
-
-def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:
-    pictures = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
-    sources = (pictures["source"],) if "source" in pictures else sample.sources
-    return replace(sample, sources=sources, target=pictures.get("target", sample.target))
-
-
-def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
-    """('source' or 'target', its codes) for each picture that the sample has only as codes."""
-    if sample.source is None and sample.source_codes is not None:
-        yield "source", sample.source_codes
-    if sample.target is None and sample.target_codes is not None:
-        yield "target", sample.target_codes
 
 
 def _key(codes: np.ndarray) -> bytes:

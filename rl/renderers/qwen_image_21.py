@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from rl.api.metric import Metric
 from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
@@ -45,11 +44,6 @@ class QwenImage21(QwenImage[Config]):
         model: {"transformer": 7.115e9, "vae": 0.338e9}
         for model in ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo")
     }
-    metrics: ClassVar[Mapping[str, Metric]] = {
-        "rows_per_start": Metric(
-            "pictures", "drawn from one pass of source pictures through the transformer, mean"
-        )
-    }
 
     @classmethod
     def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
@@ -76,23 +70,22 @@ class QwenImage21(QwenImage[Config]):
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         problems = super().problems(config, run) + size_problems(config, run)
         try:
-            step_problem = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
+            step_problem = wrong_steps(config, sigmas_of_folder(config))
         except ValueError as error:
-            step_problem = f"model_path: {error}; download it again, or give sigmas"
+            step_problem = f"model_path: {error}; download it again"
         return [*problems, step_problem] if step_problem else problems
 
     @classmethod
     def cost(cls, config: Config) -> ModelCost:
-        """Alive in the transformer: the keys and values of `max_pictures` sources (twice with
-        guidance) and of each row's text, and about 18 tensors of [tokens, width] for the drawn
+        """Alive in the transformer: the keys and values of `max_pictures` sources and of each
+        row's text (twice with guidance), and about 18 tensors of [tokens, width] for the drawn
         pictures or for the sources, whichever have more tokens; in the VAE: about 8 feature maps
         of twice 144 channels."""
         layers, width = shape_of(config, HUB_SHAPE)
         drawn_px, source_px = output_area_px(config), config.condition_area_px
         drawn, source = drawn_px / PATCH_PX**2, source_px / PATCH_PX**2
-        rows = config.batch_size * rows_per_picture(config)
-        kept = config.max_pictures * source * rows_per_picture(config)
-        values = 2 * layers * (kept + rows * PLANNED_TEXT_TOKENS)
+        rows, kept = config.batch_size, config.max_pictures * source
+        values = 2 * layers * rows_per_picture(config) * (kept + rows * PLANNED_TEXT_TOKENS)
         values += FORWARD_TENSORS * max(rows * drawn, kept)
         decoded_px = max(drawn_px, source_px, 1024 * 1024)
         return ModelCost(

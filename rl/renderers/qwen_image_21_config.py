@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl.api.types import RenderJob
-from rl.config.loading import located, not_a_file
+from rl.config.loading import is_folder, located
 from rl.config.schema import RunConfig
 from rl.files import row_of
 from rl.renderers.qwen_image_config import (
@@ -42,10 +42,8 @@ class Config(DenoisingConfig):
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
     checkpoint expects are an approximation: the tiny model's pictures (0..1) change by 0.0007 on
-    average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
-    sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = None
-    """Noise level of each step before the shift, decreasing, without the final 0; null = those of
-    the checkpoint (`sample_sigmas` in its model_index.json) if given, else uniform ones."""
+    average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4. A checkpoint with
+    noise levels (`sample_sigmas` in its model_index.json) needs as many steps as these."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     height_px: Annotated[int, Field(ge=32, le=4096)] | None = None
@@ -53,15 +51,8 @@ class Config(DenoisingConfig):
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Fixed picture width, px, multiple of 32; None = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
-    """Limit of sources per sample, and of sources whose keys and values a batch keeps: 2.1 GB
-    each at 1024 x 1024 px. A batch with more is drawn in parts; a group's sources count once."""
-
-    @model_validator(mode="after")
-    def _sigmas_decrease(self) -> Config:
-        levels = self.sigmas
-        if levels is not None and (not levels or list(levels) != sorted(set(levels), reverse=True)):
-            raise ValueError("sigmas: at least one, each lower than the one before")
-        return self
+    """Limit of sources per sample, whose keys and values are kept while a group is drawn: 2.1 GB
+    each at 1024 x 1024 px."""
 
 
 def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
@@ -74,18 +65,9 @@ def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
     return output_size(config, sources[-1] if sources else (1, 1))
 
 
-class Bucket(NamedTuple):
-    """The settings that jobs must share to be drawn in one batch."""
-
-    output: Size
-    """Size of the rendered picture."""
-    edits: bool
-    """Whether there are sources."""
-
-
-def bucket_of(config: Config, job: RenderJob) -> Bucket:
-    sources = [source.size for source in job.sample.sources]
-    return Bucket(drawn_size(config, sources), bool(sources))
+def bucket_of(config: Config, job: RenderJob) -> Size:
+    """Jobs whose pictures have one size may share a batch."""
+    return drawn_size(config, [source.size for source in job.sample.sources])
 
 
 def sigmas_of_folder(config: Config) -> Sequence[float] | None:
@@ -110,8 +92,10 @@ def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
     """A message if `num_steps` differs from the number of noise levels; else ''."""
     if sigmas is None or (number := len(sigmas)) == config.num_steps:
         return ""
-    name = "sigmas" if config.sigmas is not None else f"{SIGMAS} in the checkpoint"
-    return f"num_steps: {config.num_steps}, but there are {number} {name}; set num_steps: {number}"
+    return (
+        f"num_steps: {config.num_steps}, but the checkpoint has {number} {SIGMAS}; set num_steps: "
+        f"{number}"
+    )
 
 
 # ---- size check ----------------------------------------------------------------------------------
@@ -144,33 +128,18 @@ def size_problems(config: Config, run: RunConfig) -> list[str]:
             "to one; set both to one value"
         ]
     smallest, largest = areas_px(config)
-    low, high = _processor_bounds(run.policy)
+    is_folder_here = is_folder(located(str(run.policy.get("model_path"))))
     messages = []
-    for key, default, area_px, sign in (
-        ("image_min_pixels", low, smallest, 1),
-        ("image_max_pixels", high, largest, -1),
+    for key, released_px, area_px, sign in (
+        ("image_min_pixels", RELEASED_BOUNDS_PX[0], smallest, 1),
+        ("image_max_pixels", RELEASED_BOUNDS_PX[1], largest, -1),
     ):
-        configured = run.policy.get(key)
-        bound = default if configured is None else configured
+        # A local model's own bounds are not read: the first batch tells if they do not suit.
+        bound = run.policy.get(key) or (area_px if is_folder_here else released_px)
         if isinstance(bound, int) and sign * bound > sign * area_px:
-            whose = f"policy.{key} is" if configured is not None else f"the policy's own {key} is"
             messages.append(
-                f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, so the "
-                "policy would see some sources at another size than the VAE; set "
+                f"condition_area_px: {config.condition_area_px}, but policy.{key} is {bound}, so "
+                "that the policy would see some sources at another size than the VAE; set "
                 f"policy.{key}: {area_px}"
             )
     return messages
-
-
-def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Area bounds of the image processor in a local folder, or else the released models' bounds."""
-    model = policy.get("model_path")
-    file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
-    if file is None or not_a_file(file):
-        return RELEASED_BOUNDS_PX
-    values = row_of(file.read_bytes()) or {}
-    size = values["size"] if isinstance(values.get("size"), dict) else {}
-    low = size.get("shortest_edge", values.get("min_pixels"))
-    high = size.get("longest_edge", values.get("max_pixels"))
-    least, most = RELEASED_BOUNDS_PX
-    return low if isinstance(low, int) else least, high if isinstance(high, int) else most

@@ -16,10 +16,10 @@ from rl.api.types import HiddenStates, RenderJob
 from rl.config.loading import is_folder
 from rl.files import digest
 from rl.renderers.diffusion_loop import in_slices, seeded_noise
+from rl.renderers.diffusion_renderer import denoise
 from rl.renderers.qwen_image_21_config import (
     NUM_POSITIONS,
     TOKENS_PER_SLOT,
-    Bucket,
     Config,
     bucket_of,
     condition_sizes,
@@ -106,11 +106,6 @@ class Row:
         """Number of states in the start, before latents replace the pictures' states."""
         return self.sources[-1].indices.stop if self.sources else 0
 
-    @property
-    def words(self) -> torch.Tensor:
-        """[.., C]: the states after the start, which are those of the text."""
-        return self.states[self.start_len :]
-
     @cached_property
     def pieces(self) -> list[Piece]:
         """The start in order: per picture, the text before it (may be empty) and the picture."""
@@ -120,11 +115,6 @@ class Row:
             pieces += [picture.indices.start - end, picture.shape]
             end = picture.indices.stop
         return pieces
-
-    @property
-    def num_start_tokens(self) -> int:
-        """Tokens of the start, where a picture has one token per latent."""
-        return sum(map(num_tokens, self.pieces))
 
     def starts_like(self, other: Row) -> bool:
         """Whether both starts have equal pictures at equal indices and bitwise equal states."""
@@ -136,18 +126,14 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """Inputs that are the same in all steps of a batch."""
+    """Inputs that are the same in all steps, of rows with equal starts."""
 
-    starts: list[KeysValues]
-    """Per layer, keys and values of the groups' starts."""
-    start_lens: tuple[int, ...]
-    """Tokens of each group's start; they add up to T."""
-    rows_of: tuple[int, ...]
-    """Rows of each group; they add up to R."""
+    start: list[KeysValues]
+    """Per layer, keys and values of the start, which all rows share; [] without pictures."""
     words: list[KeysValues]
     """Per layer, keys and values of the tokens after the start, row by row."""
     text_lens: tuple[int, ...]
-    """Tokens of each row; they add up to T."""
+    """Number of these tokens of each row; they add up to T."""
     rotary: torch.Tensor
     """[R * N, 1, E / 2, 2] float32, of the pictures that are drawn."""
 
@@ -170,10 +156,10 @@ class Denoiser:
     """Computes keys and values of text and sources once per batch, and velocities from latents.
 
     Text and sources are modulated as at timestep 0 and attend to no later token, so their keys and
-    values are the same in all steps. Rows with equal starts form a group; their start is computed
-    once. Attention to the group's start and attention to the row's other tokens are computed
-    separately and joined by their log-sum-exps, so that keys are not copied for each row. All
-    tokens are concatenated without padding, each row with its own positions.
+    values are the same in all steps. The start, equal in all rows of a forward, is computed once.
+    Attention to the start and attention to the row's other tokens are computed separately and
+    joined by their log-sum-exps, so that keys are not copied for each row. All tokens are
+    concatenated without padding, each row with its own positions.
     """
 
     def __init__(self, transformer: Any, kernel: Kernel) -> None:
@@ -188,30 +174,24 @@ class Denoiser:
             torch.view_as_real(axis).to(transformer.device) for axis in transformer.pos_embed.freqs
         ]
 
-    def prepare(self, groups: Sequence[Sequence[Row]], shape: tuple[int, int]) -> Conditioning:
-        """Compute the inputs that are the same in all steps of a batch, whose drawn pictures have
-        `shape` (rows, columns) in latents. Either all groups have source pictures or none has."""
-        firsts_G = [group[0] for group in groups]
-        start_lens = tuple(first.num_start_tokens for first in firsts_G)
-        assert all(start_lens) or not any(start_lens)
-        rows_of = tuple(map(len, groups))
-        words_R = [row.words for group in groups for row in group]
+    def prepare(self, rows: Sequence[Row], shape: tuple[int, int]) -> Conditioning:
+        """Compute the inputs that are the same in all steps, of rows with equal starts whose drawn
+        pictures have `shape` (rows, columns) in latents."""
+        pieces, start_len = rows[0].pieces, rows[0].start_len
+        words_R = [row.states[start_len:] for row in rows]
         text_lens = tuple(map(len, words_R))
-        starts_R = [end_of(row.pieces) for group in groups for row in group]
-        starts = self._read_starts(firsts_G, start_lens) if any(start_lens) else []
+        start = self._read_start(rows[0]) if start_len else []
+        first = end_of(pieces)
         runs = Runs(text_lens, text_lens, causal=True)
         words = self._keys_and_values(
             self._model.txt_in(torch.cat(words_R)),
-            self._rotary(
-                torch.cat([positions([n], p) for n, p in zip(text_lens, starts_R, strict=True)])
-            ),
+            self._rotary(torch.cat([positions([length], first) for length in text_lens])),
             lambda layer, heads: self._attend(
-                heads[0], heads[1:], runs, starts[layer] if starts else None, start_lens, rows_of
+                heads[0], heads[1:], runs, start[layer] if start else None
             ),
         )
-        drawn_R = [positions([shape], p + n) for n, p in zip(text_lens, starts_R, strict=True)]
-        rotary = self._rotary(torch.cat(drawn_R))
-        return Conditioning(starts, start_lens, rows_of, words, text_lens, rotary)
+        drawn_R = [positions([shape], first + length) for length in text_lens]
+        return Conditioning(start, words, text_lens, self._rotary(torch.cat(drawn_R)))
 
     def velocity(
         self, latents: torch.Tensor, cond: Conditioning, timestep: torch.Tensor
@@ -233,10 +213,8 @@ class Denoiser:
                 _row_by_row(text, drawn, cond.text_lens)
                 for text, drawn in zip(cond.words[layer], own_keys, strict=True)
             )
-            start = cond.starts[layer] if cond.starts else None
-            attention_out = self._attend(
-                queries, (keys, values), runs, start, cond.start_lens, cond.rows_of
-            )
+            start = cond.start[layer] if cond.start else None
+            attention_out = self._attend(queries, (keys, values), runs, start)
             tokens = after_attention(block, tokens, modulation, attention_out)
         model = self._model
         normed = _norm(tokens, modulation.out_scale, model.config.eps)
@@ -257,16 +235,12 @@ class Denoiser:
         out_scale = model.norm_out.linear(model.norm_out.silu(embedding))[0]
         return Modulation(1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh(), 1 + out_scale)
 
-    def _read_starts(self, firsts_G: Sequence[Row], lens: Sequence[int]) -> list[KeysValues]:
-        """Keys and values of the groups' starts, concatenated, for every layer."""
-        tokens = torch.cat([self._embed(first) for first in firsts_G])
-        positions_T = torch.cat([positions(first.pieces) for first in firsts_G])
-
-        def attend(layer: int, heads: Heads) -> torch.Tensor:
-            parts = zip(firsts_G, *(part.split(list(lens)) for part in heads), strict=True)
-            return torch.cat([_attend_in_order(first.pieces, *qkv) for first, *qkv in parts])
-
-        return self._keys_and_values(tokens, self._rotary(positions_T), attend)
+    def _read_start(self, row: Row) -> list[KeysValues]:
+        """Keys and values of a row's start, for every layer."""
+        rotary = self._rotary(positions(row.pieces))
+        return self._keys_and_values(
+            self._embed(row), rotary, lambda _, heads: _attend_in_order(row.pieces, *heads)
+        )
 
     def _embed(self, row: Row) -> torch.Tensor:
         """[T, D]: embeddings of a row's start, with latents for the pictures' states."""
@@ -301,20 +275,12 @@ class Denoiser:
         return kept
 
     def _attend(
-        self,
-        queries: torch.Tensor,
-        own_heads: KeysValues,
-        runs: Runs,
-        start: KeysValues | None,
-        start_lens: tuple[int, ...],
-        rows_of: Sequence[int],
+        self, queries: torch.Tensor, own: KeysValues, runs: Runs, start: KeysValues | None
     ) -> torch.Tensor:
-        """[T, D]: attention of each row's queries to its own keys and to its group's start."""
-        out, lse = self._kernel.forward(queries, *own_heads, runs)
+        """[T, D]: attention of each row's queries to its own keys and to the start."""
+        out, lse = self._kernel.forward(queries, *own, runs)
         if start is not None:
-            row_lens = iter(runs.query_lens)
-            queries_of_groups = tuple(sum(next(row_lens) for _ in range(rows)) for rows in rows_of)
-            across = Runs(queries_of_groups, start_lens, causal=False)
+            across = Runs((len(queries),), (len(start[0]),), causal=False)
             out, _ = join(out, lse, *self._kernel.forward(queries, *start, across))
         return out.flatten(1)
 
@@ -378,7 +344,7 @@ def load_parts(config: Config, device: str) -> EditorParts:
     from the config's number of steps."""
     from diffusers import AutoencoderKLQwenImage21, DiffusionPipeline, QwenImage21Transformer2DModel
 
-    sigmas = config.sigmas or (
+    sigmas = (
         sigmas_of_folder(config)
         if is_folder(config.model_path)
         else sigmas_of_index(DiffusionPipeline.load_config(**origin_of(config)))
@@ -389,7 +355,7 @@ def load_parts(config: Config, device: str) -> EditorParts:
     return load_modules(config, device, *classes, sigmas)
 
 
-class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
+class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     """Equals `QwenImage21Pipeline`, called with one prompt at a time, up to float rounding.
 
     The other jobs of a batch change a picture (range 0..1), in float32, by about 5e-6, at most 8e-5
@@ -404,78 +370,61 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         self.state_dim = transformer.config.context_in_dim
         kernel = choose_kernel("auto", str(transformer.device), transformer.dtype)
         self._denoiser = Denoiser(transformer, kernel)
-        self._rows_of_groups: list[int] = []
 
-    def take_metrics(self) -> dict[str, float]:
-        """The plugin's `metrics` since the last call; {} if no job had sources."""
-        rows, self._rows_of_groups = self._rows_of_groups, []
-        return {"rows_per_start": sum(rows) / len(rows)} if rows else {}
-
-    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
+    def _positions(self, job: RenderJob, bucket: Size) -> tuple[int, int]:
         """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
         _check_picture_lengths(payload, sizes)
-        negative = payload.negative_embeds
-        num_states = max(len(payload.embeds), 0 if negative is None else len(negative))
-        num_picture_states = sum(map(len, payload.pictures))
-        start_len = payload.pictures[-1].stop if payload.pictures else 0
-        pictures = [*map(latent_shape, sizes), latent_shape(bucket.output)]
-        by_pictures = end_of([start_len - num_picture_states, *pictures])
-        return end_of([num_states - num_picture_states, *pictures]), by_pictures, NUM_POSITIONS
+        states = [payload.embeds, *filter(torch.is_tensor, [payload.negative_embeds])]
+        num_text = max(map(len, states)) - sum(map(len, payload.pictures))
+        pictures = [*map(latent_shape, sizes), latent_shape(bucket)]
+        return end_of([num_text, *pictures]), NUM_POSITIONS
 
     @torch.no_grad()
-    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
-        """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1.
-
-        Adjacent jobs with equal starts (see `Row`) form a group. Groups are drawn together up to
-        `max_pictures` sources in total, because the sources' attention keys take memory.
-        """
-        rows = [self._row(job, job.payload.embeds) for job in jobs]
-        sizes = [len(part) for part in in_groups(rows)]
-        self._rows_of_groups += sizes if bucket.edits else []
-        drawn, start, end, num_sources = [], 0, 0, 0
-        for size in sizes:
-            group_sources = len(rows[end].sources)
-            if end > start and num_sources + group_sources > self.config.max_pictures:
-                drawn.append(self._draw(jobs[start:end], rows[start:end], bucket.output))
-                start, num_sources = end, 0
-            end, num_sources = end + size, num_sources + group_sources
-        drawn.append(self._draw(jobs[start:], rows[start:], bucket.output))
-        width, height = bucket.output
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Size) -> torch.Tensor:
+        """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1. Adjacent jobs with
+        equal starts (see `Row`), such as those of a group, are drawn together."""
+        rows_B = [self._rows(job) for job in jobs]
+        drawn = [self._draw(part, rows, bucket) for part, rows in in_groups(jobs, rows_B)]
+        width, height = bucket
         return in_slices(torch.cat(drawn), self.parts.vae.decode, width * height)
 
-    def _draw(self, jobs: Sequence[RenderJob], rows: Sequence[Row], size: Size) -> torch.Tensor:
-        """Denoised latents [B, C, h, w] of the jobs' pictures."""
+    def _draw(
+        self, jobs: Sequence[RenderJob], rows_B: Sequence[Sequence[Row]], size: Size
+    ) -> torch.Tensor:
+        """Denoised latents [B, C, h, w] of the jobs' pictures; `rows_B`: of each job, as `_rows`
+        gives them."""
         transformer, shape = self.parts.transformer, latent_shape(size)
-        channels = transformer.config.in_channels
+        channels, scale = transformer.config.in_channels, self.config.true_cfg_scale
         noise = seeded_noise((job.noise_seed for job in jobs), (channels, *shape))
         latents = noise.flatten(2).transpose(1, 2).to(transformer.device, transformer.dtype)
-        if self.config.true_cfg_scale > 1:
-            rows = [*rows, *(self._row(job, job.payload.negative_embeds) for job in jobs)]
-        conditioning = self._denoiser.prepare(in_groups(rows), shape)
+        given = [self._denoiser.prepare(rows, shape) for rows in zip(*rows_B, strict=True)]
         scheduler = self._prepared_scheduler(latents.shape[1])
-        latents = self._denoise(
-            latents,
-            scheduler,
-            lambda step, x: self._denoiser.velocity(x, conditioning, scheduler.timesteps[step]),
-        )
-        return latents.transpose(1, 2).unflatten(2, shape)
 
-    def _row(self, job: RenderJob, states: torch.Tensor) -> Row:
-        transformer = self.parts.transformer
+        def velocity(step: int, x: torch.Tensor) -> torch.Tensor:
+            """Guided as in Ho & Salimans 2022, eq. 6."""
+            timestep = scheduler.timesteps[step]
+            positive, *others = (self._denoiser.velocity(x, part, timestep) for part in given)
+            for negative in others:
+                positive = negative + scale * (positive - negative)
+            return positive
+
+        return denoise(latents, scheduler, velocity).transpose(1, 2).unflatten(2, shape)
+
+    def _rows(self, job: RenderJob) -> list[Row]:
+        """The job's row and, with guidance, that of its negative prompt."""
+        device, dtype = self.parts.transformer.device, self.parts.transformer.dtype
         sources = job.sample.sources
         sizes = condition_sizes(self.config, [source.size for source in sources])
         pictures = tuple(
             PromptImage(indices, self._source_latents([p], size)[0], latent_shape(size), digest(p))
             for indices, p, size in zip(job.payload.pictures, sources, sizes, strict=True)
         )
-        return Row(states.to(transformer.device, transformer.dtype), pictures)
-
-    @staticmethod
-    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
-        """Classifier-free guidance (Ho & Salimans 2022, eq. 6)."""
-        return negative + scale * (positive - negative)
+        states = [job.payload.embeds]
+        if self.config.true_cfg_scale > 1:
+            states.append(job.payload.negative_embeds)
+        return [Row(each.to(device, dtype), pictures) for each in states]
 
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
         """VAE latents [1, tokens, channels], alpha channel included."""
@@ -493,19 +442,22 @@ def _check_picture_lengths(payload: HiddenStates, sizes: Sequence[Size]) -> None
     needed = ", ".join(map(str, slots)) or "no"
     raise ValueError(
         f"the policy has {lengths} tokens for the pictures, the renderer needs {needed} (32x32 px "
-        "each): set renderer.policy_image_area_px to renderer.condition_area_px, and leave "
-        "policy.image_min_pixels and image_max_pixels null"
+        "each): set renderer.policy_image_area_px to renderer.condition_area_px, and "
+        "policy.image_min_pixels and image_max_pixels so that the policy resizes no picture"
     )
 
 
-def in_groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups of adjacent rows with equal starts; all rows without pictures have equal starts."""
-    groups: list[list[Row]] = []
-    for row in rows:
-        if groups and groups[-1][0].starts_like(row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+def in_groups(
+    jobs: Sequence[RenderJob], rows_B: Sequence[Sequence[Row]]
+) -> list[tuple[list[RenderJob], list[Sequence[Row]]]]:
+    """The jobs and their rows, in groups of adjacent jobs whose rows have equal starts; all rows
+    without pictures have equal starts."""
+    groups: list[tuple[list[RenderJob], list[Sequence[Row]]]] = []
+    for job, rows in zip(jobs, rows_B, strict=True):
+        if not groups or not all(map(Row.starts_like, groups[-1][1][0], rows)):
+            groups.append(([], []))
+        groups[-1][0].append(job)
+        groups[-1][1].append(rows)
     return groups
 
 

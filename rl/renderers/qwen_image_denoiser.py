@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +20,6 @@ from rl.renderers.qwen_image_config import MODULATIONS
 # with `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
 # transformer's width.
 
-BUFFER_BYTES = 10**9
 NUM_KEPT_SCHEDULES = 32
 """Tables cached in host memory, one per picture size: 4.4 MB per step in bfloat16."""
 
@@ -67,7 +64,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     the scheduler's, 1000 down to 0.
 
     Computes on the device, as the stock forward does, so that the results are equal. The weights,
-    13.6 GB, go there through one buffer.
+    13.6 GB, go there one after the other.
     """
     device, dtype, num_steps = transformer.device, transformer.dtype, len(timesteps_T)
     # The stock pipeline rounds the timestep to the latents' dtype before dividing.
@@ -77,8 +74,9 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     embedding = transformer.time_text_embed(fractions, torch.empty(0, dtype=dtype, device=device))
     activated = F.silu(embedding)
 
-    def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def run(layer: nn.Linear) -> torch.Tensor:
         """Apply a block's linear layer: [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
+        weight, bias = (x.to(device, non_blocking=True) for x in (layer.weight, layer.bias))
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, 1] += 1  # the scales; indexing by a list would make the host wait
         rows[:, 4] += 1
@@ -92,35 +90,11 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
         return torch.stack(parts, dim=1)
 
     blocks = transformer.transformer_blocks
-    layers = [getattr(block, name)[1] for block in blocks for name in ("img_mod", "txt_mod")]
-    weights = on_device([part for layer in layers for part in (layer.weight, layer.bias)], device)
-    rows = [run(weight, bias) for weight, bias in zip(weights, weights, strict=True)]
-    image = torch.stack([by_part(of_block) for of_block in rows[::2]], dim=1)
-    text = torch.stack([of_block[:num_steps, None] for of_block in rows[1::2]], dim=1)
+    image = torch.stack([by_part(run(block.img_mod[1])) for block in blocks], dim=1)
+    text = torch.stack([run(block.txt_mod[1])[:num_steps, None] for block in blocks], dim=1)
     scale, shift = transformer.norm_out.linear(activated[:num_steps]).chunk(2, dim=-1)
     out = torch.stack([shift, 1 + scale], dim=1)
     return [StepModulation(*step) for step in zip(image.cpu(), text.cpu(), out.cpu(), strict=True)]
-
-
-def on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """CPU tensors of one dtype, in order, copied to the device through one page-locked buffer of
-    BUFFER_BYTES, so that the host waits once for each filling instead of for each tensor."""
-    total, largest = (f(tensor.numel() for tensor in tensors) for f in (sum, max))
-    num_values = max(largest, min(total, BUFFER_BYTES // tensors[0].element_size()))
-    buffer = torch.empty(num_values, dtype=tensors[0].dtype)
-    if device.type == "cuda":
-        buffer = buffer.pin_memory()
-    remaining = deque(tensors)
-    while remaining:
-        copies, end = [], 0
-        while remaining and end + remaining[0].numel() <= num_values:
-            tensor = remaining.popleft()
-            part = buffer[end : end + tensor.numel()].view(tensor.shape).copy_(tensor)
-            copies.append(part.to(device, non_blocking=True, copy=True))
-            end += tensor.numel()
-        yield from copies
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the buffer is filled again
 
 
 def move_without_modulation(transformer: Any, device: str) -> None:
@@ -273,26 +247,17 @@ class Denoiser:
 
         Returns the outputs for text [.., D] and image [R, .., D], only of tokens with queries.
         """
-        # Neighbouring rows with equally many text tokens share one attention call.
-        runs = [(len(list(run)), length) for length, run in itertools.groupby(text_lens)]
-        joint = (_by_run(*streams, runs) for streams in zip(text, image, strict=True))
         num_image_queries = image[0].shape[1]
+        lens = [text_lens if len(part) else (0,) * len(text_lens) for part in text]
+        words = [part.split(list(each)) for part, each in zip(text, lens, strict=True)]
         text_out, image_out = [], []
-        for queries, keys, values in zip(*joint, strict=True):
-            out = attention(queries, keys, values).flatten(2)
-            text_out.append(out[:, :-num_image_queries].flatten(0, 1))
-            image_out.append(out[:, -num_image_queries:])
-        return torch.cat(text_out), torch.cat(image_out)
-
-
-def _by_run(
-    text: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
-) -> list[torch.Tensor]:
-    """Joins `text` [L or 0, H, E] and `image` [R, .., H, E] to [rows, text tokens + .., H, E] for
-    each of `runs`, which are (rows, text tokens per row)."""
-    sizes = [rows * length if len(text) else 0 for rows, length in runs]
-    pairs = zip(text.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
-    return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
+        for row in range(len(text_lens)):
+            pairs = zip(words, image, strict=True)
+            joint = (torch.cat([of_text[row], of_image[row]])[None] for of_text, of_image in pairs)
+            out = attention(*joint)[0].flatten(1)
+            text_out.append(out[:-num_image_queries])
+            image_out.append(out[-num_image_queries:])
+        return torch.cat(text_out), torch.stack(image_out)
 
 
 def before_attention(

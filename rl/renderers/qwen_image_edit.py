@@ -10,7 +10,7 @@ from pydantic import Field
 
 from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
-from rl.config.schema import MAX_COUNT, RunConfig
+from rl.config.schema import MAX_COUNT
 from rl.model_files import num_parameters
 from rl.renderers.qwen_image_config import (
     MODULATIONS,
@@ -74,18 +74,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
             picture=cls.picture,
             max_pictures=config.most_sources,
         )
-
-    @classmethod
-    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run)
-        overrides = config.scheduler_overrides
-        stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
-        if config.num_steps == 1 and stretched:
-            problems.append(
-                "num_steps: one step cannot be stretched to a terminal sigma (0/0); use 2 or more, "
-                "or scheduler_overrides: { shift_terminal: null }"
-            )
-        return problems
 
     @classmethod
     def is_on_device(cls, parameter: str) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from cachetools import LRUCache
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage as stock
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as stock_21
@@ -20,7 +19,7 @@ from torch import nn
 from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.files import digest, over_white
 from rl.model_files import align_weights
-from rl.renderers.diffusion_loop import DiffusionLoop, guided, in_slices, seeded_noise
+from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
 from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
 from rl.renderers.qwen_image_config import PATCH_PX, Bucket, DenoisingConfig, Size, edit_bucket
 from rl.renderers.qwen_image_denoiser import (
@@ -55,33 +54,13 @@ class FrameConv(nn.Conv2d):
         return super().forward(frames.squeeze(2)).unsqueeze(2)
 
 
-class FrameNorm(nn.Module):
-    """A QwenImageRMS_norm with the scale folded into the weight: saves two passes over features."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(norm.gamma * norm.scale, requires_grad=False)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        # In float32, as in the stock layer; `float` copies nothing if the features are float32.
-        normalized = F.normalize(features.float(), dim=1).to(features.dtype)
-        return normalized * self.weight
-
-
 class FrameVae(nn.Module):
-    """Pictures to normalised latents and back. Replaces layers inside the `vae` passed to it.
+    """Pictures to normalised latents and back. Replaces the convolutions of the `vae` passed to it.
 
     A causal kernel multiplies a single frame by its last time step only; the earlier ones meet
     zero padding. Equals the stock VAE up to rounding (1e-6 relative in float32), with a third of
     its FLOPs.
     """
-
-    replaced: ClassVar[dict[type, Any]] = {
-        stock.QwenImageCausalConv3d: FrameConv,
-        stock.QwenImageRMS_norm: FrameNorm,
-    }
-    """diffusers' layer -> the layer that replaces it."""
-    resampling: ClassVar[Any] = stock.QwenImageResample
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -89,11 +68,8 @@ class FrameVae(nn.Module):
     def __init__(self, vae: Any) -> None:
         super().__init__()
         for name, layer in list(vae.named_modules()):
-            if new := self.replaced.get(type(layer)):
-                vae.set_submodule(name, new(layer))
-        for layer in vae.modules():
-            if isinstance(layer, self.resampling) and layer.mode.endswith("3d"):
-                del layer.time_conv  # a single frame skips it
+            if isinstance(layer, stock.QwenImageCausalConv3d):
+                vae.set_submodule(name, FrameConv(layer))
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.post_quant_conv = vae.post_quant_conv
@@ -123,10 +99,7 @@ class FrameVae(nn.Module):
 
 class PictureVae(FrameVae):
     """Qwen-Image-2.1's VAE: RGBA pictures to normalised latents and back, one latent per 16x16 px.
-    Replaces layers inside the AutoencoderKLQwenImage21 passed to it."""
-
-    replaced: ClassVar[dict[type, Any]] = {stock_21.QwenImage21RMS_norm: FrameNorm}
-    resampling: ClassVar[Any] = stock_21.QwenImage21Resample
+    Called without the caches for later frames, which would hold all features in memory."""
 
     def __init__(self, vae: Any) -> None:
         patch = vae.config.patch_size or 1
@@ -267,21 +240,16 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
             reason = f"too_many_sources: {num_sources}; this renderer reads at most {most}"
             return RenderFailure(reason)
         bucket = self.bucket_of(self.config, job)
-        needed, by_pictures, limit = self._positions(job, bucket)
+        needed, limit = self._positions(job, bucket)
         if needed <= limit:
             return None
-        if by_pictures > limit:
-            return RenderFailure(
-                f"sources_too_long: {by_pictures} positions of pictures, room for {limit}; "
-                "use fewer, smaller or less elongated ones"
-            )
         reason = f"too_long: {needed} positions of text and pictures, room for {limit}"
         return RenderFailure(reason, blame="policy")
 
     @abstractmethod
-    def _positions(self, job: RenderJob, bucket: BucketT) -> tuple[int, int, int]:
-        """Numbers of rotary positions: all that the job needs, those that its pictures need without
-        its text, and those that the transformer has."""
+    def _positions(self, job: RenderJob, bucket: BucketT) -> tuple[int, int]:
+        """Numbers of rotary positions: those that the job needs, and those that the transformer
+        has."""
 
     @abstractmethod
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
@@ -304,22 +272,6 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
         uniform = np.linspace(1.0, 1 / steps, steps)
         sigmas = uniform if parts.sigmas is None else np.array(parts.sigmas)
         return prepared(parts.scheduler, num_tokens, parts.transformer.device, sigmas=sigmas)
-
-    @staticmethod
-    @abstractmethod
-    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
-        """The guided velocity. All [B, tokens, channels]."""
-
-    def _denoise(
-        self,
-        latents: torch.Tensor,
-        scheduler: Any,
-        velocity: Callable[[int, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """`denoise`, with guidance if `true_cfg_scale` is above 1."""
-        if (scale := self.config.true_cfg_scale) > 1:
-            velocity = guided(velocity, partial(self.guide, scale=scale))
-        return denoise(latents, scheduler, velocity)
 
 
 # ---- qwen image loop -----------------------------------------------------------------------------
@@ -350,11 +302,10 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
             return RenderFailure("no_source: an editor needs a source picture")
         return super()._failure_of(job)
 
-    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
-        payload: HiddenStates = job.payload
+    def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int]:
         sides = [side for size in (bucket.output, *bucket.conditions) for side in size]
         limit = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
-        return len(payload.embeds), payload.pictures[-1].stop if payload.pictures else 0, limit
+        return len(job.payload.embeds), limit
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
@@ -367,13 +318,17 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         conditioning = self._conditioning(jobs, bucket)
         scheduler = self._prepared_scheduler(latents.shape[1])
         table = self._modulation.of_schedule(scheduler.timesteps)
-        latents = self._denoise(
-            latents,
-            scheduler,
-            lambda step, x: self._denoiser.velocity(
-                x, conditioning, table[step].to(transformer.device)
-            ),
-        )
+        scale = self.config.true_cfg_scale
+
+        def velocity(step: int, x: torch.Tensor) -> torch.Tensor:
+            modulation = table[step].to(transformer.device)
+            if scale == 1:
+                return self._denoiser.velocity(x, conditioning, modulation)
+            both = self._denoiser.velocity(torch.cat([x, x]), conditioning, modulation)
+            positive, negative = both.chunk(2)
+            return guide(positive, negative, scale)
+
+        latents = denoise(latents, scheduler, velocity)
         decode, picture_px = self.parts.vae.decode, bucket.output[0] * bucket.output[1]
         return in_slices(unpack(latents, height, width), decode, picture_px)
 
@@ -398,22 +353,22 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         sources = sources.repeat(len(states) // len(jobs), 1, 1)
         return self._denoiser.prepare(states, sources, shapes)
 
-    @staticmethod
-    def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
-        """Classifier-free guidance (Ho & Salimans 2022, eq. 6) with the editor's own norm rescale.
-
-        `negative + scale * (positive - negative)`, each token then brought back to the norm of its
-        positive prediction. All [B, tokens, channels].
-        """
-        combined = negative + scale * (positive - negative)
-        return combined * (
-            torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
-        )
-
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
         width, height = size
         pixels = self._pixels.preprocess(over_white(picture), height, width)
         return pack(self.parts.vae.encode(pixels))
+
+
+def guide(positive: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+    """Classifier-free guidance (Ho & Salimans 2022, eq. 6) with the editor's own norm rescale.
+
+    `negative + scale * (positive - negative)`, each token then brought back to the norm of its
+    positive prediction. All [B, tokens, channels].
+    """
+    combined = negative + scale * (positive - negative)
+    return combined * (
+        torch.norm(positive, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True)
+    )
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

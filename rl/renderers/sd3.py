@@ -39,7 +39,6 @@ class SD3(DiffusionRenderer[Config]):
         "clip_cut_share": Metric(
             "0..1", "share of prompts longer than CLIP's 77 tokens, whose end it does not read"
         ),
-        "clip_cut_tokens": Metric("tokens", "tokens beyond CLIP's 77, mean per picture"),
         "t5_cut_share": Metric("0..1", "share of prompts longer than renderer.max_t5_tokens"),
     }
 

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from rl.api.plugin import FrozenModelConfig, SavesMemory
 from rl.config.schema import MAX_SIDE_PX, Unread
-from rl.renderers.diffusion_renderer import SchedulerOverrides
 
 PATCH_PX = 16
 """One transformer token is 16x16 px: the VAE shrinks 8 times, patches are 2x2."""
@@ -36,5 +35,3 @@ class Config(FrozenModelConfig):
     max_t5_tokens: Annotated[int, Field(ge=1, le=512)] = 256
     """Prompt tokens that T5 reads; shorter prompts are padded to this length. Without T5, as many
     zeros replace its output, as in the stock pipeline."""
-    scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
-    """Replaced keys of the checkpoint's scheduler config."""

@@ -14,8 +14,7 @@ from cachetools import LRUCache, cachedmethod
 from rl.api.types import RenderJob
 from rl.model_files import align_weights
 from rl.progress import weights_counted
-from rl.renderers.diffusion_loop import DiffusionLoop, guided, in_slices, seeded_noise
-from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
+from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
 from rl.renderers.sd3_config import Config
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -38,10 +37,8 @@ class TextStates:
     """[1, 77 + max_t5_tokens, D]: both CLIPs side by side, zero-padded to D; then T5."""
     pooled: torch.Tensor
     """[1, P]: both CLIPs' projections."""
-    num_clip_cut: int
-    """Tokens beyond CLIP's 77 (markers included), which it did not read; 0 if it read all."""
-    num_t5_cut: int
-    """Tokens beyond max_t5_tokens, which T5 did not read; 0 if it read all, or without T5."""
+    is_cut: tuple[bool, bool]
+    """Whether it is longer than what CLIP reads (77 tokens), and than what T5 reads."""
 
 
 # ---- sd3 loop ------------------------------------------------------------------------------------
@@ -78,7 +75,6 @@ def load_parts(config: Config, device: str) -> Any:
         align_weights(model, device)
         return model.eval().requires_grad_(False)
 
-    scheduler = load(FlowMatchEulerDiscreteScheduler, "scheduler")
     with weights_counted():
         encoders = {
             "text_encoder": load_model(CLIPTextModelWithProjection, "text_encoder"),
@@ -90,7 +86,7 @@ def load_parts(config: Config, device: str) -> Any:
     return StableDiffusion3Pipeline(
         transformer=load_model(SD3Transformer2DModel, "transformer", "torch_dtype"),
         vae=load_model(AutoencoderKL, "vae", "torch_dtype"),
-        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
+        scheduler=load(FlowMatchEulerDiscreteScheduler, "scheduler"),
         tokenizer=load(CLIPTokenizer, "tokenizer"),
         tokenizer_2=load(CLIPTokenizer, "tokenizer_2"),
         tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
@@ -103,110 +99,78 @@ class SD3Loop(DiffusionLoop[Config, None]):
     is its prompt. In float32 the other jobs of a batch change a picture (0..1) by 2e-6 to 4e-6."""
 
     def __init__(self, config: Config, parts: Any) -> None:
-        """`parts`: a StableDiffusion3Pipeline. Its scheduler is stateful: batches run on copies."""
-        patch_px = LATENT_PX * parts.transformer.config.patch_size
-        longest = patch_px * parts.transformer.config.pos_embed_max_size
-        for key in ("height_px", "width_px"):
-            if getattr(config, key) > longest:
-                raise ValueError(
-                    f"renderer.{key}: {config.model_path} makes pictures of at most {longest} px a "
-                    f"side, {getattr(config, key)} given"
-                )
+        """`parts`: a StableDiffusion3Pipeline."""
         super().__init__(config, parts, LATENT_PX)
         self._kept: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
         self._warned = False
-        self._cuts: list[tuple[int, int]] = []
+        self._cuts: list[tuple[bool, bool]] = []
+        parts.set_progress_bar_config(disable=True)
 
     def take_metrics(self) -> dict[str, float]:
         """The plugin's `metrics` since the last call; {} when nothing was rendered."""
         cuts, self._cuts = self._cuts, []
         if not cuts:
             return {}
-        return {
-            "clip_cut_share": sum(clip > 0 for clip, _ in cuts) / len(cuts),
-            "clip_cut_tokens": sum(clip for clip, _ in cuts) / len(cuts),
-            "t5_cut_share": sum(t5 > 0 for _, t5 in cuts) / len(cuts),
-        }
+        by_encoder = zip(("clip_cut_share", "t5_cut_share"), zip(*cuts, strict=True), strict=True)
+        return {name: sum(is_cut) / len(cuts) for name, is_cut in by_encoder}
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: None = None) -> torch.Tensor:
         """Render a batch: [B, 3, H, W], the renderer's dtype, nominally -1..1."""
-        config, transformer = self.config, self.parts.transformer
+        config = self.config
         height, width = config.height_px // LATENT_PX, config.width_px // LATENT_PX
         states_B = [self._encode(job.payload) for job in jobs]
-        shape = (transformer.config.in_channels, height, width)
-        noise = seeded_noise((job.noise_seed for job in jobs), shape)
-        latents = noise.to(transformer.device, transformer.dtype)
-        embeds, pooled = self._conditioning(states_B)
-        num_tokens = height * width // transformer.config.patch_size**2
-        steps = {"num_inference_steps": config.num_steps}
-        scheduler = prepared(self.parts.scheduler, num_tokens, transformer.device, **steps)
-
-        def velocity(step: int, rows: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = transformer(
-                hidden_states=rows,
-                timestep=scheduler.timesteps[step].expand(len(rows)),
-                encoder_hidden_states=embeds,
-                pooled_projections=pooled,
-                return_dict=False,
-            )[0]
-            return output
-
-        predict = guided(velocity, self._guide) if config.guidance_scale > 1 else velocity
-        latents = denoise(latents, scheduler, predict)
+        embeds = {
+            "prompt_embeds": torch.cat([states.embeds for states in states_B]),
+            "pooled_prompt_embeds": torch.cat([states.pooled for states in states_B]),
+        }
+        if config.guidance_scale > 1:
+            embeds["negative_prompt_embeds"] = self._negative.embeds.expand(len(jobs), -1, -1)
+            embeds["negative_pooled_prompt_embeds"] = self._negative.pooled.expand(len(jobs), -1)
+        shape = (self.parts.transformer.config.in_channels, height, width)
+        [latents] = self.parts(
+            height=config.height_px,
+            width=config.width_px,
+            num_inference_steps=config.num_steps,
+            guidance_scale=config.guidance_scale,
+            latents=seeded_noise((job.noise_seed for job in jobs), shape),
+            output_type="latent",
+            return_dict=False,
+            **embeds,
+        )
         pictures = in_slices(latents, self._decode, config.height_px * config.width_px)
-        self._cuts += [(states.num_clip_cut, states.num_t5_cut) for states in states_B]
+        self._cuts += [states.is_cut for states in states_B]
         return pictures
 
     @cachedmethod(lambda self: self._kept, lambda self, prompt: prompt)
     @torch.no_grad()
     def _encode(self, prompt: str) -> TextStates:
         """Encode a prompt alone, unless it is cached: its states must not depend on other prompts,
-        so that a resumed run renders the same bits."""
+        so that a resumed run renders the same bits. Warns once of a prompt that is cut."""
         pipeline, length = self.parts, self.config.max_t5_tokens
         embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt, None, None, do_classifier_free_guidance=False, max_sequence_length=length
         )
-        num_clip_cut, num_t5_cut = (
-            max(len(tokenizer(prompt, verbose=False).input_ids) - most if tokenizer else 0, 0)
-            for tokenizer, most in (
-                (pipeline.tokenizer, pipeline.tokenizer_max_length),
-                (pipeline.tokenizer_3, length),
+        limits = (pipeline.tokenizer, pipeline.tokenizer_max_length), (pipeline.tokenizer_3, length)
+        clip_cut, t5_cut = (
+            tokenizer is not None and len(tokenizer(prompt, verbose=False).input_ids) > most
+            for tokenizer, most in limits
+        )
+        if (clip_cut or t5_cut) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "renderer sd3: a prompt has more tokens than the %d that CLIP reads; T5 reads %d "
+                "(renderer.max_t5_tokens; use_t5 %s). Ask for fewer words in policy.system_prompt, "
+                "or lower sampling.max_completion_tokens (logged once, counted always). The "
+                "prompt: %.300s",
+                *(pipeline.tokenizer_max_length, length, self.config.use_t5, prompt),
             )
-        )
-        self._warn(prompt, num_clip_cut, num_t5_cut)
-        return TextStates(embeds, pooled, num_clip_cut, num_t5_cut)
-
-    def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
-        """Warn once per run; `take_metrics` counts every such prompt."""
-        if self._warned or not (num_clip_cut or num_t5_cut):
-            return
-        self._warned = True
-        reads = "no encoder" if self.parts.text_encoder_3 is None else "only the third encoder"
-        logger.warning(
-            "renderer sd3: a prompt has %d tokens beyond CLIP's %d, which %s reads, and %d beyond "
-            "renderer.max_t5_tokens=%d; ask for fewer words in policy.system_prompt, or lower "
-            "sampling.max_completion_tokens (logged once, counted always). The prompt: %.300s",
-            *(num_clip_cut, self.parts.tokenizer_max_length, reads),
-            *(num_t5_cut, self.config.max_t5_tokens, prompt),
-        )
+        return TextStates(embeds, pooled, (clip_cut, t5_cut))
 
     @cached_property
     def _negative(self) -> TextStates:
         """The states of the negative prompt, encoded once per run."""
         return self._encode(self.config.negative_prompt)
-
-    def _conditioning(self, states_B: Sequence[TextStates]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text states [R, tokens, D] and pooled states [R, P]. With guidance, the rows are all
-        negative prompts, then all positive ones."""
-        rows = list(states_B)
-        if self.config.guidance_scale > 1:
-            rows = [self._negative] * len(rows) + rows
-        return torch.cat([s.embeds for s in rows]), torch.cat([s.pooled for s in rows])
-
-    def _guide(self, negative: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-        """Classifier-free guidance (Ho & Salimans 2022, eq. 6). All [B, C, h, w]."""
-        return negative + self.config.guidance_scale * (positive - negative)
 
     def _decode(self, latents: torch.Tensor) -> torch.Tensor:
         vae = self.parts.vae

@@ -39,7 +39,7 @@ class Opened:
 
     def __init__(self, setup: Setup, config_name: str, residency: str, stack: ExitStack) -> None:
         more = [] if setup.tiny else [f"engine.residency={residency}"]
-        path, *words = setup.words(config_name, "engine.kv_cache_memory_mb=256", *more)
+        path, *words = setup.words(config_name, "engine.gpu_memory_utilization=0.1", *more)
         self.config = load_config(path, [*words, "engine.type=vllm"])
         resolved, dist = build.resolve(self.config), Dist.from_env(setup.device)
         self.policy = build.build_policy(resolved, dist)
@@ -318,7 +318,8 @@ def edit_step(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
 def step_21(
     transformer: Any, side: int, text_lens: Sequence[int], num_shown: tuple[int, int] = (2, 1)
 ) -> Forward:
-    """All rows but the last are one group. `num_shown`: its source pictures, and the last row's."""
+    """All rows but the last are one group, which is drawn first. `num_shown`: its source pictures,
+    and the last row's."""
     is_double = transformer.dtype == torch.float64
     device, config = str(transformer.device), transformer.config
     kernel = choose_kernel("auto", device, transformer.dtype)
@@ -337,10 +338,13 @@ def step_21(
 
     first, last = num_shown
     groups = [[row(length, first) for length in text_lens[:-1]], [row(text_lens[-1], last)]]
-    given = denoiser.prepare([group for group in groups if group], (side, side))
+    given = [denoiser.prepare(group, (side, side)) for group in groups if group]
     latents = drawn(transformer, len(text_lens), side**2, config.in_channels)
+    parts = latents.split([len(part.text_lens) for part in given])
     timestep = torch.tensor(800.0, device=device)
-    return lambda: denoiser.velocity(latents, given, timestep)
+    return lambda: torch.cat(
+        [denoiser.velocity(x, part, timestep) for x, part in zip(parts, given, strict=True)]
+    )
 
 
 @torch.no_grad()

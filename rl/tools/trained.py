@@ -71,7 +71,7 @@ class Trained:
         section = self.config["policy"]
         if self.is_adapter:
             return {**section, "adapter_path": str(self.model)}
-        keys = ("revision", "init_text_encoder_from", "text_encoder_subfolder", "adapter_path")
+        keys = ("revision", "init_text_encoder_from", "adapter_path")
         kept = {key: value for key, value in section.items() if key not in keys}
         return {**kept, "model_path": str(self.model), "lora": None}
 
@@ -172,8 +172,8 @@ def config_for_use(
         key, command = f"{where}: {section}.type", f"rl edit {option}"
         require_trusted(name, setting in settings, key, command)
     resolved = build.resolve(config)
-    # This machine may lack the run's devices and attention kernels.
-    local_values = {"device": "auto", "attn_implementation": "auto"}
+    # This machine may lack the run's devices.
+    local_values = {"device": "auto"}
     if pick_device(device) == "cpu":
         local_values["dtype"] = "float32"
     for section, plugin in (("policy", resolved.policy), ("renderer", resolved.renderer)):

@@ -421,7 +421,6 @@ def test_sd3_without_t5_saves_its_weights() -> None:
 
 
 SHARE = "engine.gpu_memory_utilization:"
-CACHE = "engine.kv_cache_memory_mb"
 
 
 def test_a_gpu_share_that_is_too_small_is_refused() -> None:
@@ -435,7 +434,6 @@ def test_a_gpu_share_that_is_too_small_is_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "gpu_gb", "parts"),
     [
-        ([f"{CACHE}=100"], 141, f"{CACHE}: ... 2304 tokens ... kv_cache_memory_mb=null"),
         (["engine.dtype=float32", "engine.gpu_memory_utilization=0.16"], 141,
          f"{SHARE} ... 22.6 GB of 141 ... 30.4 GB ... =auto"),
         # the engine has a vision tower of its own

@@ -190,8 +190,10 @@ def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
     (processor / "model.safetensors").unlink()
     overrides = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
     assert quickstart(*overrides) == []
-    [problem] = quickstart(*overrides, "policy.text_encoder_subfolder=encoder")
-    assert holds(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
+    (editor / "text_encoder" / "config.json").rename(tmp_path / "moved.json")
+    [problem] = quickstart(*overrides)
+    assert holds(problem, f"policy.init_text_encoder_from: {editor} ... text_encoder/config.json")
+    (tmp_path / "moved.json").rename(editor / "text_encoder" / "config.json")
     (processor / "tokenizer.json").unlink()
     [problem] = quickstart(*overrides)
     assert holds(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")

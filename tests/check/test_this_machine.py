@@ -119,8 +119,6 @@ F32, NO_VLLM = "policy.dtype=float32", "engine.type=transformers"
         ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
         ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
         ({"capability": "7.5"}, [], "engine.dtype: ... 8.0 ... 7.5 ... engine.dtype=float16"),
-        ({"capability": "7.5"}, [NO_VLLM, "policy.attn_implementation=varlen"],
-         "policy.attn_implementation: 'varlen' ... 8.0 ... 7.5 ... 'auto'"),
         ({"capability": "7.0"}, [NO_VLLM], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
 )  # fmt: skip

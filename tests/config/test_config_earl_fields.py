@@ -83,7 +83,6 @@ def test_the_documented_block_is_read(tmp_path: Path) -> None:
     assert (config.prompts_per_iteration, config.generations_per_prompt) == (16, 8)
     assert policy.assistant_prefill == " Let's think step by step. <|start thinking|>"
     assert (policy.type, policy.lora, policy.tokenizer_path) == ("emu3", None, "BAAI/Emu3-Gen")
-    assert policy.constrained is True
     assert (policy.max_prompt_tokens, config.sampling.max_completion_tokens) == (2048, 2048)
     assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.3)
     assert (config.optimizer.learning_rate, config.algorithm.kl_coeff) == (3e-6, 3e-4)
@@ -106,9 +105,8 @@ MORE = {
     "coefficients": [0.13, 6],
     "random_seed": 7,
     "model_revision": "main",
-    "train_text_tokens_only": True,
-    "text_only_cycle_steps": 4,
-    "text_only_steps": 3,
+    "train_text_tokens_only": False,
+    "text_only_cycle_steps": 10,
     "reward_compute_ground_score": True,
     "reward_final_reward": "sqrt(viescore_pqxground_score)",
 }
@@ -123,9 +121,8 @@ def test_fields_that_map_to_several_keys_are_read(tmp_path: Path) -> None:
     resolved = build.resolve(config)
     assert [source["coefficient"] for source in config.data.train] == [0.13, 6]
     assert (config.seed, resolved.policy.config.revision) == (7, "main")
-    masks = resolved.policy.config
-    assert masks.train_text_tokens_only and not masks.train_vision_tokens_only
-    assert (masks.text_only_cycle_steps, masks.text_only_steps) == (4, 3)
+    with pytest.raises(ConfigError, match=r"policy.train_text_tokens_only: this key was removed"):
+        build.resolve(load(tmp_path, flat(**MORE | {"train_text_tokens_only": True})))
     assert config.final_reward.op == "geometric_mean"
     assert config.final_reward.weights == {"viescore/pq_01": 1, "ground_score": 1}
     shares = load(tmp_path, flat(**MORE | {"coefficients": []})).data.train
@@ -248,7 +245,6 @@ def test_our_ten_configs_equal_their_flat_form(tmp_path: Path, name: str) -> Non
     ours = values_of(shipped(name))
     theirs = values_of(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
-    theirs["policy"].pop("constrained")  # true, the default
     assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once
     theirs["engine"]["gpu_memory_utilization"] = "auto"
     theirs["checkpoint"]["keep_every_n_iterations"] = 0  # 119 GB each; the hub keeps the models

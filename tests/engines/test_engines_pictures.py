@@ -46,8 +46,10 @@ def prompts_P(policy):
 @pytest.fixture(scope="module")
 def vllm(policy):
     """One engine for the whole file; its small cache makes a large batch preempt requests."""
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=1, max_num_seqs=64)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
+    config = vllm_engine.Config(type="vllm", max_num_seqs=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine, "CPU_CACHE_BYTES", 1 << 20)
+        engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     yield engine
     engine.close()
 
@@ -82,7 +84,7 @@ def test_logprobs_and_forced_flags_of_mixed_grids(
     """Prompts with four grids and one without a grid in a batch, against an independent masked
     softmax. A limit of 20 tokens ends some pictures in the middle."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
-    # An Emu3 with `policy.constrained` expects a grid in every prompt that its decoder gets.
+    # An Emu3 expects a grid in every prompt that its decoder gets.
     monkeypatch.setattr(
         policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
     )

@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 def engine(policy):
     """One engine for the whole file. Tests that change the policy's weights sync them."""
     threads, global_state = torch.get_num_threads(), torch.get_rng_state()
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=128)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=128)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)

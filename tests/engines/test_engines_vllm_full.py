@@ -50,7 +50,7 @@ def engine(policy):
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = torch.distributed.GroupMember.WORLD
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=16)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
     yield engine
     engine.close()
@@ -182,7 +182,7 @@ def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatc
 
 def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=16)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)

@@ -223,17 +223,6 @@ def test_the_processor_fits_the_version_of_the_runner(uses_v2, processor, monkey
     }
 
 
-def test_a_vllm_of_another_interface_is_reported(monkeypatch):
-    import sys
-
-    from rl import engines
-
-    monkeypatch.delattr(engines, "vllm_requests")
-    monkeypatch.setitem(sys.modules, "rl.engines.vllm_requests", None)
-    with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
-        vllm_engine.grammar_arguments("folder", {}, None)
-
-
 def test_a_model_that_vllm_does_not_know_is_named(tmp_path):
     from transformers import LlamaConfig
 

@@ -101,18 +101,6 @@ def test_the_plan_knows_vllms_largest_step(
             {"kv_cache_memory_bytes": 5_000_000, "gpu_memory_utilization": 0.27},
         ),
         (
-            {"kv_cache_memory_mb": 100},
-            "cuda:0",
-            EngineClaim(5_000_000, 0.27),
-            {"kv_cache_memory_bytes": 100 << 20, "gpu_memory_utilization": 0.27},
-        ),
-        (
-            {"kv_cache_memory_mb": 100},
-            "cuda:0",
-            None,
-            {"kv_cache_memory_bytes": 100 << 20, "gpu_memory_utilization": 0.01},
-        ),
-        (
             {"gpu_memory_utilization": 0.3},
             "cuda:0",
             None,

@@ -44,7 +44,7 @@ def prompts_of(policy: Any) -> list[Any]:
 
 @contextmanager
 def started(policy: Any, **setup: Any) -> Iterator[vllm_engine.VllmEngine]:
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=32)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=32)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", **setup))
     try:
         yield engine

@@ -18,7 +18,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
 
     dist = Dist.from_env("cpu")
     policy = tiny.build_policy(folder, lora={"r": 4, "alpha": 6})
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=16)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, dist.device, dist.world_size))
     params = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=60, num_completions=6)
     prompts_P = tiny.build_prompts(policy)[: 2 + 2 * dist.rank]

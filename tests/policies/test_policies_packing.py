@@ -8,10 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl.algorithm import attention_kernels as kernels
 from rl.api.types import PackedGroup, Prompt, Sample
-from rl.policies import emu3
 from rl.policies import packing as packing
 from rl.policies.attention import Packing, attention
-from rl.policies.qwen_vl import Qwen25VL
 
 GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
 """Groups (start, prompt length, completion lengths); lengths may be 0."""
@@ -184,12 +182,3 @@ def test_only_visible_pairs_are_computed_and_no_key_is_copied():
 def test_the_kernel_is_chosen_by_device_and_dtype():
     assert kernels.choose_kernel("auto", "cpu", torch.bfloat16) is kernels.CPU
     assert kernels.choose_kernel("sdpa", "cpu", torch.float32) is kernels.CPU
-
-
-def test_an_attention_kernel_that_cannot_run_is_a_config_problem(tmp_path):
-    for plugin in (Qwen25VL, emu3.Emu3):
-        section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
-        assert plugin.problems(plugin.Config(**section), None) == []
-        for wrong in ({"dtype": "float32"}, {"device": "cpu"}):
-            (problem,) = plugin.problems(plugin.Config(**section, **wrong), None)
-            assert problem.startswith("attn_implementation: 'varlen' needs")

@@ -64,7 +64,7 @@ def built_length(config: Config, template: PromptTemplate, sample: Sample) -> in
     the image processor makes them; None if it refuses a picture."""
     tokenizer, processor = load_tokenizer(config), load_image_processor(config)
     prompts = QwenPrompts(tokenizer, processor, template, max_prompt_tokens=10**6)
-    thinking = Thinking(prompts, config.thought, False)
+    thinking = Thinking(prompts, config.thought)
     try:
         prompt = thinking.prompt_to_sample(prompts.prompt(sample, sample.instruction))
     except UnusableSampleError as error:

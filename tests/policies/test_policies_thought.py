@@ -15,7 +15,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
+from rl.api.types import Action, Row, UnusableSampleError
 from rl.learner.train_step import shared_filler
 from rl.policies import prompting
 from rl.policies import qwen_vl_prompts as thought
@@ -57,7 +57,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
     thought_section = ThoughtSection(**section)
     prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, 200)
-    return thought.Thinking(prompts, thought_section, False).split(ids, thought_section)
+    return thought.Thinking(prompts, thought_section).split(ids, thought_section)
 
 
 def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
@@ -187,7 +187,6 @@ def test_words_that_share_a_token_with_the_marker_are_tokenized_again(tokenizer:
         ("red it is", {}, "unfinished thought: cut off at 7 tokens without '</think>'"),
         ("red</think> \n<|im_end|>", {}, "empty: no words behind the thought"),
         ("<|im_end|>", {}, "empty: the completion holds no words"),
-        ("red</think>blue", {"max_tokens": 2}, "unfinished thought: 9 tokens up to its marker"),
     ],
 )
 def test_a_completion_without_words_has_a_reason(
@@ -202,18 +201,6 @@ def test_without_marker_words_accepts_completions_without_a_marker(tokenizer: An
     assert (written.thought, written.words, written.failure) == ("", "red it is", None)
     assert written.num_thought_tokens == 0
     assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
-
-
-@pytest.mark.parametrize("loss", ["all", "thought", "words"])
-def test_the_loss_key_selects_the_trained_side_of_the_marker(writer: Qwen25VL, loss: Any) -> None:
-    section = ThoughtSection(loss=loss)
-    thinking = thought.Thinking(writer.prompts, section, False)
-    ids = writer.encode_completion("so</think>red").token_ids
-    num_thought = thinking.split(ids, section).num_thought_tokens
-    assert 1 < num_thought < len(ids)
-    sides = {"all": (True, True), "thought": (True, False), "words": (False, True)}[loss]
-    expected = [sides[0]] * num_thought + [sides[1]] * (len(ids) - num_thought)
-    assert list(thinking.loss_mask(ids)) == expected
 
 
 def test_instructions_never_become_special_or_added_tokens(with_markers: Any) -> None:
@@ -275,11 +262,10 @@ PLAIN_WORDS = ("blue", "red square")
 
 @pytest.fixture(scope="module")
 def policies(folder: str) -> dict[str, Qwen25VL]:
-    """Policies for an editor: without thoughts, with `states: words` and `states: attended`."""
+    """Policies for an editor, without and with thoughts."""
     policies = {
         "plain": make_qwen(folder, lora=LORA),
         "words": make_qwen(folder, lora=LORA, thought=THINK),
-        "attended": make_qwen(folder, lora=LORA, thought={**THINK, "states": "attended"}),
     }
     for policy in policies.values():
         randomize_lora_b(policy)
@@ -321,50 +307,16 @@ def assert_equal_states(action: Action, expected: Action) -> None:
     assert apart(action.payload.embeds, expected.payload.embeds) <= FORWARD_TOL
 
 
-def test_attended_states_are_rows_of_one_forward(policies: dict[str, Qwen25VL]) -> None:
-    """Equals one forward over the whole text, without the rows of the request and the thought."""
-    policy, plain = policies["attended"], policies["plain"]
-    rows = thought_rows(policy)
-    one, two, _, _, bare = act(policy, rows)
-    prompt, ids = rows[0]
-    whole = Prompt(prompt.sample, (*prompt.token_ids, *ids), prompt.images, prompt.model_inputs)
-    batch = policy.collate([(whole, ())])
-    with torch.no_grad():
-        hidden = policy.module(batch).hidden
-    tokenizer = policy.prompts.tokenizer
-    num_after = len(tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
-    request = tokenizer("\nThink, then write </think> and the words.").input_ids
-    words = policy.encode_completion("blue").token_ids
-    end = len(prompt.token_ids)
-    kept = [
-        *range(prompt.num_dropped_tokens, end - num_after - len(request)),
-        *range(end - num_after, end),
-        *range(len(whole.token_ids) - len(words), len(whole.token_ids)),
-    ]
-    assert (one.payload.embeds - hidden[kept]).abs().max() < FORWARD_TOL
-    # Rows before the request do not depend on it; rows after the thought depend on the thought.
-    [without] = act_group(plain, plain.build_prompt(prompt.sample), [Completion(words, (), "stop")])
-    tail = len(prompt.plain.token_ids) - prompt.num_dropped_tokens - num_after
-    assert one.payload.embeds.shape == without.payload.embeds.shape
-    assert (one.payload.embeds[:tail] - without.payload.embeds[:tail]).abs().max() < FORWARD_TOL
-    assert (one.payload.embeds - without.payload.embeds)[-len(words) :].abs().max() > 0.1
-    assert (one.payload.embeds - two.payload.embeds)[-len(words) :].abs().max() > 0.1
-    assert len({one.drawn_from, two.drawn_from, rows[4][1]}) == 3, "three pictures"
-    assert_equal_states(bare, without)
-
-
 def test_the_stock_arm_does_not_ask_for_a_thought(policies: dict[str, Qwen25VL]) -> None:
     policy, plain = policies["words"], policies["plain"]
-    for name in ("words", "attended"):
-        policy = policies[name]
-        arms = policy.stock_arms(policy.build_prompt(tiny_qwen.sample(2)))
-        plain_arms = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
-        assert arms.keys() == plain_arms.keys()
-        for arm, (prompt, completion) in arms.items():
-            [action] = act(policy, [(prompt, completion.token_ids)])
-            expected_prompt, expected = plain_arms[arm]
-            [stock] = act(plain, [(expected_prompt, expected.token_ids)])
-            assert_equal_states(action, stock)
+    arms = policy.stock_arms(policy.build_prompt(tiny_qwen.sample(2)))
+    plain_arms = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
+    assert arms.keys() == plain_arms.keys()
+    for arm, (prompt, completion) in arms.items():
+        [action] = act(policy, [(prompt, completion.token_ids)])
+        expected_prompt, expected = plain_arms[arm]
+        [stock] = act(plain, [(expected_prompt, expected.token_ids)])
+        assert_equal_states(action, stock)
 
 
 def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Qwen25VL]) -> None:

@@ -34,12 +34,6 @@ def qwen(**section: Any) -> Base:
     [
         (qwen(**EDITOR), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
         (qwen(**EDITOR, revision="of-the-tokenizer"), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
-        (
-            qwen(**EDITOR, text_encoder_subfolder="parts/encoder"),
-            "Qwen/Qwen-Image-Edit",
-            None,
-            "parts/encoder",
-        ),
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
         (emu3.Emu3.base(emu3.Config(type="emu3", model_path="a/b", revision="c")), "a/b", "c", ""),

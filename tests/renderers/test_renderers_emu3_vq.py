@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_emu3_vq import NUM_CODES, make_codes
 from tiny_pictures import make_picture
-from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3VQVAE
+from transformers import Emu3ImageProcessor, Emu3VQVAE
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
@@ -203,7 +203,7 @@ def test_decode_sources_draws_what_has_only_codes(renderer: Emu3VqLoop, monkeypa
 
 def test_a_sample_with_codes_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
-    with pytest.raises(ValueError, match=r"sample 'p-7': its target .* bad_code: 99"):
+    with pytest.raises(ValueError, match=r"sample 'p-7': a picture .* bad_code: 99"):
         renderer.decode_sources([sample])
 
 
@@ -269,38 +269,6 @@ def test_the_published_format_loads_without_its_python_code(vq: Emu3VQVAE, tmp_p
     )
 
 
-def test_the_tokenizer_is_read_from_a_whole_emu3_model(vq: Emu3VQVAE, tmp_path: Path) -> None:
-    config = Emu3Config(
-        text_config={
-            "vocab_size": 4000,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            **{f"{token}_token_id": 0 for token in ("pad", "bos", "eos")},
-        },
-        vq_config=tiny_emu3_vq.CONFIG,
-        vocabulary_map={"<image>": 1},
-    )
-    model = Emu3ForConditionalGeneration(config)
-    model.model.vqmodel.load_state_dict(vq.state_dict())
-    model.save_pretrained(tmp_path, max_shard_size="300KB")
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
-    language_only = [shard for shard in shards if not holds_vq(shard)]
-    assert language_only and len(language_only) < len(shards)
-    count = emu3_vq.Emu3Vq.cost(emu3_vq.Config(type="emu3_vq", model_path=str(tmp_path))).weights
-    assert count == {"vq": sum(p.numel() for p in vq.parameters())}
-    for shard in language_only:
-        shard.unlink()
-    assert_same(load_codec(str(tmp_path), None, "float32", "cpu").model, vq)
-
-
-def holds_vq(shard: Path) -> bool:
-    with safe_open(shard, framework="pt") as tensors:
-        return any("vqmodel." in name for name in tensors.keys())  # noqa: SIM118
-
-
 def assert_same(loaded: torch.nn.Module, vq: Emu3VQVAE) -> None:
     expected = vq.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
@@ -320,5 +288,5 @@ def test_incomplete_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["decoder.conv_in.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 of .*decoder\.conv_in\.weight"):
+    with pytest.raises(RuntimeError, match=r"decoder\.conv_in\.weight"):
         load_codec(str(tmp_path), None, "float32", "cpu")

@@ -138,14 +138,12 @@ def test_a_fixed_size_overrides_the_area() -> None:
     [
         (EDIT, {"height_px": 512}, {}, "set both"),
         (EDIT, {"height_px": 500, "width_px": 512}, {}, "height_px: 500 ... 16 ... 496"),
-        (EDIT, {"num_steps": 1}, {}, "num_steps"),
         (EDIT, {"lora_weight_name": "x.safetensors"}, {}, "lora_path"),
         (EDIT, {"lora_path": "/no/such/file"}, {}, "/no/such/file"),
         (IMAGE_21, {"height_px": 48, "width_px": 64}, {}, "height_px: 48 ... 32; try 64"),
         (IMAGE_21, {"policy_image_area_px": 1024}, {}, "policy_image_area_px: 1024 ... condition"),
         (IMAGE_21, {}, {"image_max_pixels": 4096}, "policy.image_max_pixels is 4096"),
         (IMAGE_21, {}, {"image_min_pixels": None}, "65536 ... policy.image_min_pixels: 1024"),
-        (IMAGE_21, {"sigmas": (1.0, 0.5)}, {}, "num_steps: 4 ... 2 sigmas ... num_steps: 2"),
         ("sd3", {"height_px": 500}, {}, "height_px: 500 ... 16; try 496"),
         ("sd3", {"width_px": 1000}, {}, "width_px: 1000 ... 16; try 992"),
     ],
@@ -166,19 +164,11 @@ def test_valid_configs_have_no_problem(folders: dict[str, Path], name: str) -> N
     config = config_of(name, folders[name])
     assert problems(config) == problems(config_of(name)) == []
     assert list(model_problems(PLUGINS[name].models(config))) == []
-    unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
-    assert problems(config_of(name, folders[name], **unstretched)) == []
 
 
 @pytest.mark.parametrize(
     ("name", "typo"),
-    [
-        (EDIT, {"fp8": "compute"}),
-        (EDIT, {"scheduler_overrides": {"use_dynamic_shifting": None}}),
-        (IMAGE_21, {"sigmas": (0.5, 1.0)}),
-        (IMAGE_21, {"sigmas": (1.0, 1.0)}),
-        (IMAGE_21, {"sigmas": ()}),
-    ],
+    [(EDIT, {"fp8": "compute"}), (EDIT, {"scheduler_overrides": {"base_shift": None}})],
 )
 def test_bad_values_are_refused(name: str, typo: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(typo))):
@@ -282,7 +272,8 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
     draw(name, MODELS[name].make_renderer(parts, num_steps=2), jobs[0])
     alone = torch.cat([draw(name, loop, job) for job in jobs])
     assert apart(together, alone) <= PICTURE_TOL
-    assert torch.equal(parts.scheduler.sigmas, sigmas_before)
+    if name != "sd3":  # its pipeline sets its scheduler's steps anew
+        assert torch.equal(parts.scheduler.sigmas, sigmas_before)
     assert apart(together[0], together[1]) > 1e-2, "another prompt"
     assert apart(together[0], together[3]) > 1e-2, "another noise"
 
@@ -327,9 +318,9 @@ def test_an_adapter_is_fused(
     assert apart(fused, draw(name, load(config_of(name, folders[name])))) > 1e-2
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("name", [EDIT, IMAGE_21])
 def test_scheduler_overrides_are_applied(folders: dict[str, Path], name: str) -> None:
-    overrides = {"shift": 1.5, "shift_terminal": None}
+    overrides = {"max_shift": 1.5, "shift_terminal": None}
     config = config_of(name, folders[name], scheduler_overrides=overrides)
     kept = load(config_of(name, folders[name])).parts.scheduler.config
     assert dict(load(config).parts.scheduler.config) == dict(kept) | overrides

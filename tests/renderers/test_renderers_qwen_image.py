@@ -129,9 +129,7 @@ def test_guidance_of_a_hand_computed_example() -> None:
     positive = torch.tensor([[[3.0, 4.0]]])
     negative = torch.tensor([[[1.5, 4.0]]])
     expected = torch.tensor([[[6.0, 4.0]]]) * 5 / 52**0.5
-    torch.testing.assert_close(
-        qwen_image_loop.QwenImageLoop.guide(positive, negative, 3.0), expected
-    )
+    torch.testing.assert_close(qwen_image_loop.guide(positive, negative, 3.0), expected)
 
 
 def test_the_schedule_of_eight_steps_at_1024_px_equals_stock(parts: EditorParts) -> None:

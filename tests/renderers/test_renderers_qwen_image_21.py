@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,7 @@ from tiny_qwen_image_21 import (
 )
 from tiny_rounding import PICTURE_TOL
 
-from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image_21_config import condition_sizes
+from rl.api.types import HiddenStates, RenderFailure, RenderJob
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop, in_groups
 from rl.renderers.qwen_image_loop import EditorParts as Parts
 from rl.renderers.qwen_image_loop import PictureVae
@@ -119,7 +119,22 @@ def test_the_sigmas_of_a_few_step_checkpoint_are_used(stock: StockParts, parts: 
     assert (ours - expected).abs().max() <= PICTURE_TOL
 
 
-def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(parts: Parts) -> None:
+def record_parts(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pictures each later pass of sources through the transformer is for."""
+    sizes: list[int] = []
+    draw = renderer._draw
+
+    def recording_draw(jobs: Sequence[RenderJob], *args: object) -> torch.Tensor:
+        sizes.append(len(jobs))
+        return draw(jobs, *args)
+
+    monkeypatch.setattr(renderer, "_draw", recording_draw)
+    return sizes
+
+
+def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Adapters of two versions would differ like this; the pictures remain correct."""
     renderer = make_renderer(parts)
     sources = references(1)
@@ -128,9 +143,9 @@ def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(parts: Parts) -
     moved = payload.embeds.clone()
     moved[payload.pictures[0].start - 1, 0] += 1
     jobs[1] = replace(jobs[1], payload=replace(payload, embeds=moved))
-    renderer.take_metrics()
+    parts = record_parts(renderer, monkeypatch)
     together = render_floats(renderer, jobs)
-    assert renderer.take_metrics() == {"rows_per_start": 1.0}
+    assert parts == [1, 1, 1]
     assert (together - alone(renderer, jobs)).abs().max() <= PICTURE_TOL
 
 
@@ -139,30 +154,26 @@ def test_the_sources_of_a_group_are_processed_once(parts: Parts) -> None:
     renderer = make_renderer(parts)
     sources = references(2)
     jobs = make_group([tiny.WORDS[i % 3] for i in range(8)], sources)
-    rows = [renderer._row(job, job.payload.embeds) for job in jobs]
-    prepared = renderer._denoiser.prepare(in_groups(rows), (8, 4))
-    start = rows[0].start_len + 3 * sum(len(span) for span in jobs[0].payload.pictures)
-    assert prepared.start_lens == (start,)
-    assert {len(part) for layer in prepared.starts for part in layer} == {start}
-    assert {len(layer[0]) for layer in prepared.words} == {sum(len(row.words) for row in rows)}
+    rows = [renderer._rows(job) for job in jobs]
+    [(_, group)] = in_groups(jobs, rows)
+    prepared = renderer._denoiser.prepare([row for row, *_ in group], (8, 4))
+    first = rows[0][0].start_len
+    start = first + 3 * sum(len(span) for span in jobs[0].payload.pictures)
+    assert {len(part) for layer in prepared.start for part in layer} == {start}
+    num_words = sum(len(job.payload.embeds) - first for job in jobs)
+    assert {len(layer[0]) for layer in prepared.words} == {num_words}
 
 
-def test_a_batch_with_too_many_pictures_is_drawn_in_parts(parts: Parts) -> None:
-    """The keys of one picture at a time are held, as the memory plan assumes."""
+def test_the_groups_of_a_batch_are_drawn_one_after_the_other(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of one group's sources at a time are held, as the memory plan assumes."""
     jobs = three_prompts()
-    size = {"height_px": 64, "width_px": 96}
-    together = render_floats(make_renderer(parts, **size), jobs)
-    renderer = make_renderer(parts, max_pictures=1, **size)
-    part_sizes: list[int] = []
-    draw = renderer._draw
-
-    def recording_draw(jobs: Sequence[RenderJob], *args: object) -> torch.Tensor:
-        part_sizes.append(len(jobs))
-        return draw(jobs, *args)
-
-    renderer._draw = recording_draw  # type: ignore[method-assign,assignment]
-    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE_TOL
+    renderer = make_renderer(parts, height_px=64, width_px=96)
+    part_sizes = record_parts(renderer, monkeypatch)
+    together = render_floats(renderer, jobs)
     assert part_sizes == [2, 1]
+    assert (together - alone(renderer, jobs)).abs().max() <= PICTURE_TOL
 
 
 def test_pictures_whose_size_differs_from_the_vaes_are_refused(parts: Parts) -> None:
@@ -191,20 +202,6 @@ def test_an_impossible_job_fails_with_the_reason(parts: Parts) -> None:
     guided = make_renderer(parts, true_cfg_scale=2.0)
     with pytest.raises(ValueError, match="negative_embeds"):
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))
-
-
-def test_sources_that_exceed_the_positions_are_not_blamed_on_the_policy(parts: Parts) -> None:
-    """A row with ten pictures of ratio 200:1, each resized to 1024^2 px."""
-    thin = [Image.new("RGB", (1600, 8)) for _ in range(10)]
-    area = 1024 * 1024
-    renderer = make_renderer(parts, condition_area_px=area, policy_image_area_px=area)
-    (width, height), *_ = condition_sizes(renderer.config, [thin[0].size])
-    slots = width * height // 32**2
-    places = tuple(range(5 + k * (slots + 5), (k + 1) * (slots + 5)) for k in range(10))
-    payload = HiddenStates(torch.zeros(places[-1].stop + 9, tiny.STATE_DIM), None, places)
-    ((_, outcome),) = renderer.render([RenderJob(Sample("s", "x", tuple(thin)), payload, 0)])
-    assert isinstance(outcome, RenderFailure)
-    assert outcome.reason.startswith("sources_too_long: ") and outcome.blame == "renderer"
 
 
 def test_the_longest_allowed_row_can_be_rendered(parts: Parts) -> None:

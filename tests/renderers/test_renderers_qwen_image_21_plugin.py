@@ -95,8 +95,8 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward
     guided = bytes_of(max_pictures=1, true_cfg_scale=2.0)
     text_keys = 512 * 32 * 2 * 4096 * 2
-    # Guidance doubles the rows and the sources' tokens, so that the forward doubles, too.
-    assert guided - bytes_of(max_pictures=1) == keys + text_keys + forward
+    # Positive and negative rows have a forward each, so that its memory does not double.
+    assert guided - bytes_of(max_pictures=1) == keys + text_keys
 
 
 def test_the_last_source_sets_the_size(folder: Path) -> None:
@@ -118,8 +118,6 @@ def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=r"renderer\.num_steps: 4"):
         load(make_config(tmp_path))
     assert load(make_config(tmp_path, num_steps=3)).parts.sigmas == tuple(levels)
-    config = make_config(tmp_path, num_steps=2, sigmas=(1.0, 0.5))
-    assert (problems(config), load(config).parts.sigmas) == ([], (1.0, 0.5))
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": "low"}))
     (problem,) = problems(make_config(tmp_path))
     assert holds(problem, "sample_sigmas ... (0, 1]")

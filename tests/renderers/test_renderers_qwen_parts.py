@@ -227,13 +227,3 @@ def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> N
         for mode in ("storage", "off")
     )
     assert half == whole | {"transformer": whole["transformer"] / 2}
-
-
-def test_weights_go_to_the_device_in_order_through_a_buffer_that_is_filled_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(qwen_image_denoiser, "BUFFER_BYTES", 40)  # ten numbers
-    shapes = [(2, 3), (3,), (4, 4), (1,), (2, 2)]  # the third is larger than that
-    tensors = [torch.randn(shape) for shape in shapes]
-    copies = list(qwen_image_denoiser.on_device(tensors, torch.device("cpu")))
-    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))

@@ -104,11 +104,7 @@ def test_more_sources_than_the_renderer_reads_are_a_failure(stock: StockParts) -
         assert failure.blame == "renderer"
 
 
-def test_sources_that_exceed_the_positions_are_not_blamed_on_the_policy(stock: StockParts) -> None:
-    job = job_of(PICTURES[:2], length=5000)
-    payload = dataclasses.replace(job.payload, pictures=(range(3, 2000), range(2003, 4095)))
-    ((_, long_sources),) = plus(stock).render([dataclasses.replace(job, payload=payload)])
-    ((_, long_text),) = plus(stock).render([job])
-    assert isinstance(long_sources, RenderFailure) and isinstance(long_text, RenderFailure)
-    assert long_sources.reason.startswith("sources_too_long: 4095 ")
-    assert (long_sources.blame, long_text.blame) == ("renderer", "policy")
+def test_too_long_a_text_is_blamed_on_the_policy(stock: StockParts) -> None:
+    ((_, long_text),) = plus(stock).render([job_of(PICTURES[:2], length=5000)])
+    assert isinstance(long_text, RenderFailure)
+    assert long_text.reason.startswith("too_long: ") and long_text.blame == "policy"

@@ -115,7 +115,7 @@ def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
     merged = make_policy({**SECTION, "model_path": str(tmp_path / "merged"), "lora": None})
     assert greedy(merged)[1] == expected
     assert greedy(make_policy({**SECTION, "lora": None}))[1] != expected
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    config = vllm_engine.Config(type="vllm", max_num_seqs=8)
     engine = vllm_engine.VllmEngine(config, EngineSetup(merged, "cpu"))
     try:
         groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
@@ -127,8 +127,7 @@ def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
 def test_an_exported_folder_has_the_processor_and_chat_template_of_the_run(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 56 * 56}
     policy = make_policy(section)
-    gpu_section = {**section, "attn_implementation": "varlen"}  # works only on a GPU
-    export.main([str(checkpoint(tmp_path, policy, gpu_section)), str(tmp_path / "merged")])
+    export.main([str(checkpoint(tmp_path, policy, section)), str(tmp_path / "merged")])
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")

@@ -19,7 +19,7 @@ a picture; as rewards spread by only 0.003, one byte changed the next gradient b
 (measured on two CPUs)."""
 
 
-VLLM = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
+VLLM = {"type": "vllm", "max_num_seqs": 8}
 
 
 def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: Any) -> Path:

@@ -12,10 +12,10 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 pytestmark = pytest.mark.slow
 
 
-def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, Any]:
+def config_of(models: dict[str, str], folder: Path) -> dict[str, Any]:
     """Random weights write no tag; with 'e' as the marker some thoughts end and others do not."""
     config = tiny_loop.config_of(models, folder, num_iterations=2)
-    thought = {"instruction": "Think, then write {marker}.", "marker": "e", "states": states}
+    thought = {"instruction": "Think, then write {marker}.", "marker": "e"}
     config["policy"] |= {"thought": thought}
     config["sampling"] |= {"max_completion_tokens": 12}
     config["optimizer"] |= {"max_tokens_per_micro_batch": 400}
@@ -23,13 +23,10 @@ def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, An
     return config
 
 
-@pytest.mark.parametrize("states", ["words", pytest.param("attended", marks=pytest.mark.campaign)])
-def test_a_killed_run_with_thoughts_resumes_exactly(
-    models: dict[str, str], tmp_path: Path, states: str
-) -> None:
-    path = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a", states))
+def test_a_killed_run_with_thoughts_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
+    path = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a"))
     tiny_loop.run_forked(path)
-    killed = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b", states))
+    killed = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b"))
     tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
     uninterrupted, resumed = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
     assert_same_run(uninterrupted, resumed, 2)
