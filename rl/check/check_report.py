@@ -16,9 +16,8 @@ from typing import Any
 
 from rl import build
 from rl.api import find
-from rl.api.find import misspelt
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved, RewardPlugin
+from rl.build import Resolved, RewardPlugin
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
 from rl.check.iteration_time import pool_lines, questions_per_picture
@@ -85,8 +84,6 @@ def no_effect(resolved: Resolved) -> list[str]:
             problems += _own_judge(reward, reward.keys.judge)
     for plugin in resolved.plugins:
         problems += unread(plugin.config, facts, f"{plugin.key}.")
-        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
-        problems += [f"{plugin.key}.{line}" for line in misspelt(plugin.cls, base)]
     return problems
 
 
@@ -367,7 +364,7 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.checked.update(findings.checked)
         contents[plugin.key] = findings.contents
         label = f"{plugin.key}: closing {plugin.name}"
-        report.problems += find.attempt(label, plugin.cls.close, source.close)[1]
+        report.problems += find.attempt(label, source.close)[1]
     report.warnings += _repeated(resolved, contents)
     return report
 

@@ -73,13 +73,13 @@ async def grade_once(
     failed; problems). Raises `JudgeError`."""
     label = f"{plugin.key}: making {plugin.name}"
     create = partial(plugin.cls, plugin.config, resources)
-    reward, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.__init__, create)
+    reward, wrong = await asyncio.to_thread(find.attempt, label, create)
     if reward is None:
         return None, wrong
     inputs_G = [inputs, inputs] if reward.scores_groups() else [inputs]
     output, *_ = await scores(reward, inputs_G)
     label = f"{plugin.key}: closing {plugin.name}"
-    _, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.close, reward.close)
+    _, wrong = await asyncio.to_thread(find.attempt, label, reward.close)
     if wrong:
         return None, wrong
     if not output.traceback:
@@ -125,7 +125,7 @@ def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
         return outcomes
 
     label = f"{plugin.key}: on made-up jobs, {plugin.name}"
-    outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
+    outcomes, wrong = find.attempt(label, draw)
     if outcomes is None:
         return wrong
     waiting = {0, 1}
@@ -170,7 +170,7 @@ def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
             "rows or statistics"
         ]
 
-    unusable, raised = find.attempt(f"{key} on a made-up micro-batch", loss, problems)
+    unusable, raised = find.attempt(f"{key} on a made-up micro-batch", problems)
     return raised or [f"{key}: {problem}" for problem in unusable or ()]
 
 

@@ -70,7 +70,7 @@ class PluginMetrics:
     ) -> None:
         prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
         if isinstance(reported, Exception):
-            error_text = described(reported, plugin.cls.take_metrics)
+            error_text = described(reported)
             self._leave_out(plugin, prefix, f"take_metrics raises {error_text}")
             return
         if not isinstance(reported, Mapping):

@@ -205,7 +205,7 @@ def lines(subject: Subject) -> Iterator[Line]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            described = find.described(error, subject.resolved.policy.cls.__init__)
+            described = find.described(error)
             yield result(what, False, f"raises {described}", fix)
 
 

@@ -210,7 +210,7 @@ def test_each_rule_catches_a_planted_fault(
     ("plugin", "config", "cause"),
     [
         ("my_plugins.letters", None, "holds no Policy"),
-        ("my_plugins.nowhere", None, "holds no 'nowhere'"),
+        ("my_plugins.nowhere", None, "No module named 'my_plugins.nowhere'"),
         ("nothing", None, "neither a policy nor an engine"),
         ("qwen2_5_vl", None, "tiny makes no tiny model"),
         (PLUGIN, "configs/nowhere.jsonnet", "no such config file"),
