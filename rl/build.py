@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.data import DataSource, RowRules, read_row
+from rl.api.data import MAX_IMAGE_SIDE_PX, DataSource, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.plugin import ModelRunner, PlacedConfig, PluginBase, Resources, RunPlugin
 from rl.api.policy import Policy, PolicySetup
@@ -421,7 +421,7 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
     return RowRules(
         data.on_bad_row,
-        data.max_image_side_px,
+        MAX_IMAGE_SIDE_PX,
         max_pictures,
         f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 OnBadRow = Literal["error", "skip"]
 
+MAX_IMAGE_SIDE_PX = 8192
 CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
 """Names of what a sample may hold besides its instruction and hidden keys."""
 
@@ -40,8 +41,8 @@ class RowRules:
 
     on_bad_row: OnBadRow = "error"
     """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
-    max_image_side_px: int = 8192
-    """`data.max_image_side_px`: a picture with a longer side is a bad row."""
+    max_image_side_px: int = MAX_IMAGE_SIDE_PX
+    """A picture with a longer side is a bad row."""
     max_pictures: int | None = None
     """A row with more source pictures than this is bad; None: no limit."""
     pictures_remedy: str = "give fewer"

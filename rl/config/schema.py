@@ -384,8 +384,6 @@ class DataConfig(Section):
     """Held-out mixture, in order, for evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
-    max_image_side_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] = 8192
-    """A picture with a longer side, or of more than 50 million pixels, is a bad row."""
 
 
 class FinalReward(Section):

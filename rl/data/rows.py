@@ -168,10 +168,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     width, height = image.size
     size = f"{_name(located)} is {width}x{height} px"
     if max(width, height) > max_side_px:
-        raise UnusableError(
-            f"{size}, longer than data.max_image_side_px={max_side_px}; "
-            "downscale it, or raise that key"
-        )
+        raise UnusableError(f"{size}, longer than {max_side_px} px; downscale it")
     if min(width, height) < MIN_SIDE_PX:
         raise UnusableError(f"{size}; both sides must be at least {MIN_SIDE_PX} px")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
