@@ -18,7 +18,7 @@ from rl.api.plugin import ModelRunner, PlacedConfig, PluginBase, Resources, RunP
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import PromptTemplate, Sample, UnusableSampleError
+from rl.api.types import PromptTemplate, UnusableSampleError
 from rl.config.loading import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -254,7 +254,8 @@ def _find_plugin(
     if name not in known and not (isinstance(name, str) and find.is_dotted_path(name)):
         hint = nearest(str(name or ""), known)
         own = "(one of your own: its dotted path, 'my_package.my_plugin')"
-        return None, [f"{key}.type: no plugin {name!r} in rl/{kind}; {hint} {own}"]
+        stated = "missing" if name is None else f"no plugin {name!r} in rl/{kind}"
+        return None, [f"{key}.type: {stated}; {hint} {own}"]
     cls, wrong = find.import_plugin(class_of(kind, name) if name in known else name)
     if not wrong:
         cls, wrong = find.plugin_class(cls, PLUGIN_BASES[kind])
@@ -451,7 +452,7 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         if num_rows == 0:
             left_out = f" ({source.num_skipped} bad ones left out)" if source.num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
-        _check_rows(at, source, num_rows, rules)
+        _check_rows(at, source, num_rows)
     except Exception as error:
         is_shipped = plugin.cls.__module__.startswith("rl.")
         if isinstance(error, ValueError) and (is_shipped or str(error).startswith(at)):
@@ -460,30 +461,18 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
     return source
 
 
-def _check_rows(at: str, source: DataSource, num_rows: int, rules: RowRules) -> None:
+def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
     """Check the first, middle and last row. Rows that raise UnusableSampleError when they are read
     are skipped here: `PromptOrder` replaces or refuses them."""
-    samples: dict[int, Sample] = {}
+    ids = {}
     for index in (0, num_rows // 2, num_rows - 1):
-        try:
-            sample = read_row(source, index, at)
-        except UnusableSampleError:
-            continue
-        samples[index] = sample
-    ids = {index: sample.id for index, sample in samples.items()}
+        with suppress(UnusableSampleError):
+            ids[index] = read_row(source, index, at).id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
-            f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
+            f"{at}: rows {', '.join(map(str, ids))} all have the id {ids[0]!r}; give each row "
             "an id of its own: held-out noise and file names are derived from it"
         )
-    if rules.check is None or rules.on_bad_row == "skip":
-        return
-    for index, sample in samples.items():
-        try:
-            sizes = [picture.size for picture in sample.sources]
-            rules.check(sample.id, sample.instruction, sizes, sample.source_codes)
-        except UnusableSampleError as error:
-            raise ValueError(f"{at}, row {index}: {error}") from error
 
 
 @contextmanager

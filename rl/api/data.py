@@ -124,11 +124,13 @@ def read_row(source: DataSource, index: int, key: str) -> Sample:
         "reference": str | None,
         "hidden": Mapping,
     }
-    values = [(name, getattr(sample, name), kind) for name, kind in kinds.items()]
-    if isinstance(sample.sources, tuple):
-        values += [("a source", picture, Image) for picture in sample.sources]
-    for name, value, kind in values:
+    for name, kind in kinds.items():
+        value = getattr(sample, name)
         if not isinstance(value, kind):
             expected = f"expected {getattr(kind, '__name__', kind)}"
             raise ValueError(f"{key}: row {index} has {name} {brief(value)}; {expected}")
+    if not all(isinstance(picture, Image) for picture in sample.sources):
+        raise ValueError(
+            f"{key}: row {index} has sources {brief(sample.sources)}; expected pictures"
+        )
     return sample

@@ -116,14 +116,10 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """`did you mean 'x'?`, or the known names (the nearest, of many) if none is similar."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    # 'rank' for 'r', 'lr' for 'lr_decay': one is the beginning of the other.
-    close = close or [n for n in known if name and (n.startswith(name) or name.startswith(n))][:1]
-    if close:
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     shown = sorted(difflib.get_close_matches(name, known, n=MAX_KNOWN, cutoff=0.0))
-    more = f" and {len(known) - len(shown)} more" * (len(shown) < len(known))
-    return f"known: {', '.join(shown)}{more}" if known else "nothing is known here"
+    return f"known: {', '.join(shown)}{', ...' if len(shown) < len(known) else ''}"
 
 
 def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -432,6 +428,8 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.attention_backend": ("auto", ""),
     "renderer.cfg_in_one_forward": (True, ""),
     "renderer.compile_blocks": (False, ""),
+    "rewards.*.answer_tag": ("answer", ""),
+    "rewards.*.think_tag": ("think", ""),
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
     "train_text_tokens_only": (False, "EARL's cycles are gone"),
     "text_only_cycle_steps": (10, "EARL's cycles are gone"),

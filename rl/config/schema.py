@@ -74,7 +74,7 @@ class Section(BaseModel):
 def usable_name(name: str) -> str:
     """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
+        raise ValueError(f"{name!r} is not usable in a metric name; use letters, digits, '_.-'")
     return name
 
 

@@ -268,15 +268,12 @@ def fake_gpu() -> Iterator[FakeGpu]:
         "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: _Properties,
-        "get_device_name": lambda device=None: _Properties.name,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "_lazy_init": lambda: None,
-        "is_bf16_supported": lambda *args, **kwargs: True,
         "mem_get_info": lambda device=None: (int(1e11), _Properties.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: gpu.tally.now["cuda"],
-        "memory_allocated": lambda device=None: gpu.tally.now["cuda"],
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -565,17 +562,13 @@ def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Pr
             return policy.build_prompt(sample)
         return None
 
+    num_words = limit
     for num_pictures in range(max_pictures, -1, -1):
-        if prompt := prompt_of(0, num_pictures):
-            num_words = limit - len(prompt.token_ids)
-            while num_words > 0:
-                if longer := prompt_of(num_words, num_pictures):
-                    return longer
-                num_words = num_words * 9 // 10
-            return prompt
-    raise ValueError(
-        f"policy.max_prompt_tokens = {limit} is too small for the prompt's fixed text; raise it"
-    )
+        while num_words > 0 and prompt_of(0, num_pictures):
+            if prompt := prompt_of(num_words, num_pictures):
+                return prompt
+            num_words = num_words * 19 // 20
+    raise ValueError(f"policy.max_prompt_tokens = {limit} is too small for any prompt; raise it")
 
 
 def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Random) -> Any:

@@ -58,7 +58,7 @@ REWARDS: list[tuple[str, str, str]] = [
      "R.metrics ... 'hits' ... Mapping[MetricName, Metric] ... 'share' (str)"),
     # Found by grading a synthetic picture:
     (".f", "def f(x): return float('nan')", "f raised TypeError ... nan (float) ... finite"),
-    (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError ... part 'a b' ... name"),
+    (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError: 'a b' ... name"),
     (".f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero ("),
     (".R", "class R(Reward): | def score_group(self, xs): return {'a': 1}",
      "R raised TypeError ... score_group ... {'a': 1} (dict) ... list"),
@@ -77,7 +77,6 @@ REWARDS: list[tuple[str, str, str]] = [
     (".f", "def f(x): | import numpy | return numpy.full(1, 0.5)", "array([0.5]) (ndarray)"),
     (".f", "def f(x): return lambda: 0.5", "<lambda> at ... (function)"),
     (".f", "def f(x): return {1: 0.5}", "{1: 0.5} (dict)"),
-    (".f", "def f(x): return RewardOutput(0.5, [1])", "parts are [1] (list)"),
     (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column ... 'image'"),
     (".py", "def f(x): return 0.5", "'stranger.py' ... drop '.py'"),
     (".f", "import json\nimport json.no_such_part", "'json.no_such_part' ... line 13"),
@@ -264,7 +263,6 @@ RIGHT = """
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from collections.abc import Sequence
 
-@reward
 def plain(x: RewardInput) -> float:
     return min(1.0, len(x.text) / 100)
 
