@@ -70,8 +70,6 @@
     validation: [],
     // A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count.
     on_bad_row: 'error',
-    // A picture with a longer side, or of more than 50 million pixels, is a bad row.
-    max_image_side_px: 8192,
   },
 
   // How completions are sampled. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy.

@@ -78,7 +78,7 @@ a first run, on a laptop:
     rl train configs/quickstart.jsonnet
     rl report runs/quickstart
 your own:
-    rl init
+    rl init my.jsonnet --system edit
     rl check my.jsonnet
     rl train my.jsonnet num_iterations=100 optimizer.learning_rate=2e-5"""
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl.api import find
-from rl.api.data import DataSource, RowRules, read_row
+from rl.api.data import MAX_IMAGE_SIDE_PX, DataSource, RowRules, read_row
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.plugin import ModelRunner, PlacedConfig, PluginBase, Resources, RunPlugin
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import PromptTemplate, Sample, UnusableSampleError
+from rl.api.types import PromptTemplate, UnusableSampleError
 from rl.config.loading import nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
@@ -253,23 +251,17 @@ def find_plugin(
 ) -> tuple[Plugin[Any] | None, list[str]]:
     """(the plugin that `section` names, or None; problems). Imports it."""
     name, known = section.get("type"), list(SHIPPED[kind])
-    note = "(one of your own: its dotted path, 'my_package.my_plugin')"
-    if not isinstance(name, str) or not name:
-        stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
-        return None, [f"{key}.type: {stated}; name a plugin: {', '.join(known)} {note}"]
-    if name not in known and not find.is_dotted_path(name):
-        dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
-        is_file = find.is_dotted_path(dotted) and name != dotted
-        hint = nearest(dotted, [dotted] if is_file else known)
-        return None, [f"{key}.type: no plugin {name!r} in rl/{kind}; {hint} {note}"]
+    if name not in known and not (isinstance(name, str) and find.is_dotted_path(name)):
+        hint = nearest(str(name or ""), known)
+        own = "(one of your own: its dotted path, 'my_package.my_plugin')"
+        stated = "missing" if name is None else f"no plugin {name!r} in rl/{kind}"
+        return None, [f"{key}.type: {stated}; {hint} {own}"]
     cls, wrong = find.import_plugin(class_of(kind, name) if name in known else name)
     if not wrong:
         cls, wrong = find.plugin_class(cls, PLUGIN_BASES[kind])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
-    label = f"{key}: {cls.__name__}.Config"
-    result, wrong = find.attempt(label, None, lambda: validate(cls.Config, section, at=key))
-    config, problems = result or (None, wrong)  # a user's validator may raise anything
+    config, problems = validate(cls.Config, section, at=key)
     if config is None:
         return None, problems
     plugin = Plugin(key, config, cls)
@@ -350,8 +342,7 @@ def build_policy(resolved: Resolved, dist: Dist, keeps_start: bool = False) -> P
         seed=derive_seed(config.seed, "policy"),
         keeps_start=keeps_start,
     )
-    with _key_in_errors(resolved.policy):
-        return resolved.policy.cls(resolved.policy.config, setup)
+    return _made(resolved.policy, setup)
 
 
 def build_engine(
@@ -378,21 +369,17 @@ def build_render_pool(resolved: Resolved, dist: Dist) -> PooledRenderer:
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator on this rank."""
-    plugin = resolved.renderer
-    with _key_in_errors(plugin):
-        return plugin.cls(plugin.config, Resources(None, dist.device))
+    return _made(resolved.renderer, Resources(None, dist.device))
 
 
-@contextmanager
-def _key_in_errors(plugin: Plugin[Any]) -> Iterator[None]:
-    """Add the plugin's config key to errors about unreadable files and non-finite weights."""
+def _made(plugin: Plugin[PluginT], *arguments: Any) -> PluginT:
+    """The plugin. Errors about unreadable files and non-finite weights get its key."""
+    make: Callable[..., PluginT] = plugin.cls
     try:
-        yield
-    except NotFiniteError as error:
-        raise ValueError(f"{plugin.key}: {error}") from error
-    except OSError as error:
+        return make(plugin.config, *arguments)
+    except (OSError, NotFiniteError) as error:
         raise ValueError(
-            f"{plugin.key}: {plugin.name} could not read its files: {error}\nGive a folder with "
+            f"{plugin.key}: {plugin.name} cannot read its files: {error}\nGive a folder with "
             "them all, or a hub id that exists and can be reached (a gated one needs HF_TOKEN)."
         ) from error
 
@@ -405,9 +392,7 @@ def build_rewards(
     rewards: dict[str, Reward] = {}
     for key, part in resolved.by_judge.items():
         for name, plugin in part.rewards.items():
-            with _key_in_errors(plugin):
-                resources = Resources(judges.get(key), dist.device)
-                rewards[name] = plugin.cls(plugin.config, resources)
+            rewards[name] = _made(plugin, Resources(judges.get(key), dist.device))
     return {name: rewards[name] for name in resolved.rewards}
 
 
@@ -432,7 +417,7 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
     return RowRules(
         data.on_bad_row,
-        data.max_image_side_px,
+        MAX_IMAGE_SIDE_PX,
         max_pictures,
         f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,
@@ -462,42 +447,27 @@ def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         if num_rows == 0:
             left_out = f" ({source.num_skipped} bad ones left out)" if source.num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
-        _check_rows(at, source, num_rows, rules)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
-            plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
-        ):
+        _check_rows(at, source, num_rows)
+    except Exception as error:
+        is_shipped = plugin.cls.__module__.startswith("rl.")
+        if isinstance(error, ValueError) and (is_shipped or str(error).startswith(at)):
             raise
-        raise ValueError(f"{at} raises {find.described(error, plugin.cls.__init__)}") from error
+        raise ValueError(f"{at} raises {find.described(error)}") from error
     return source
 
 
-def _check_rows(at: str, source: DataSource, num_rows: int, rules: RowRules) -> None:
+def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
     """Check the first, middle and last row. Rows that raise UnusableSampleError when they are read
     are skipped here: `PromptOrder` replaces or refuses them."""
-    samples: dict[int, Sample] = {}
+    ids = {}
     for index in (0, num_rows // 2, num_rows - 1):
-        try:
-            sample = read_row(source, index, at)
-        except UnusableSampleError:
-            continue
-        samples[index] = sample
-    ids = {index: sample.id for index, sample in samples.items()}
+        with suppress(UnusableSampleError):
+            ids[index] = read_row(source, index, at).id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
-            f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
+            f"{at}: rows {', '.join(map(str, ids))} all have the id {ids[0]!r}; give each row "
             "an id of its own: held-out noise and file names are derived from it"
         )
-    if rules.check is None or rules.on_bad_row == "skip":
-        return
-    for index, sample in samples.items():
-        try:
-            sizes = [picture.size for picture in sample.sources]
-            rules.check(sample.id, sample.instruction, sizes, sample.source_codes)
-        except UnusableSampleError as error:
-            raise ValueError(f"{at}, row {index}: {error}") from error
 
 
 @contextmanager
@@ -508,39 +478,31 @@ def naming_plugins(resolved: Resolved) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        raised, name = _raised_by_plugin(resolved, error)
-        if raised is None:
+        is_ours = signals.is_raised_here(error) and not isinstance(error, SystemExit)
+        name = "" if is_ours else _raising_plugin(resolved, error)
+        if not name:
             raise
         traceback.print_exception(error)
-        text = f"{name} raises {find.described(raised)}"
-        advice = signals.sentence(raised)
-        if advice and not signals.is_raised_here(raised):  # a full disk or memory
+        text = f"{name} raises {find.described(error)}"
+        if advice := signals.sentence(error):  # a full disk or memory
             text += f"; {advice.partition(':')[2].strip()}"
         raise RuntimeError(text) from None
 
 
-def _raised_by_plugin(resolved: Resolved, error: BaseException) -> tuple[BaseException | None, str]:
-    """(the error or that cause of it which a plugin of the user's raised, or None; the plugin's key
-    and name). A renderer's jobs run the loop's own code, whose errors are not the renderer's."""
+def _raising_plugin(resolved: Resolved, error: BaseException) -> str:
+    """Key and name of the user's plugin whose class or function raised the error, or ''. The jobs
+    of a renderer run the loop's own code, whose errors are not the renderer's."""
     loss = resolved.config.algorithm.loss
     codes_of = {f"algorithm.loss: {loss}": {loss.rpartition(".")[::2]}}
     for plugin in resolved.plugins:
-        bases = [cls for cls in plugin.cls.__mro__ if issubclass(cls, PluginBase)]
-        own = {(c.__module__, c.__name__) for c in bases if not c.__module__.startswith("rl.")}
+        own = {(cls.__module__, cls.__name__) for cls in plugin.cls.__mro__}
         codes_of[f"{plugin.key}: {plugin.name}"] = own
-    is_ours = signals.is_raised_here(error) and not isinstance(error, SystemExit)
-    in_generator = isinstance(error.__cause__, StopIteration)  # which raises a RuntimeError from it
-    raised = None if is_ours else error.__cause__ if in_generator else error
-    while raised is not None:
-        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
-        called = [
-            (str(frame.f_globals.get("__name__")), frame.f_code.co_qualname.partition(".")[0])
-            for frame in reversed(frames)
-        ]
-        called = list(takewhile(lambda code: not code[0].startswith(LOOP), called))
-        plugins = [[name for name, own in codes_of.items() if code in own] for code in called]
-        beside = [[n for n, own in codes_of.items() if module in dict(own)] for module, _ in called]
-        if names := next(filter(None, plugins + beside), None):
-            return raised, " or ".join(names)
-        raised = raised.__cause__
-    return None, ""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(LOOP):
+            break
+        code = (module, frame.f_code.co_qualname.partition(".")[0])
+        names = [name for name, own in codes_of.items() if code in own]
+        if names and not module.startswith("rl."):
+            return " or ".join(names)
+    return ""

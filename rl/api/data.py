@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 OnBadRow = Literal["error", "skip"]
 
+MAX_IMAGE_SIDE_PX = 8192
 CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
 """Names of what a sample may hold besides its instruction and hidden keys."""
 
@@ -40,8 +41,8 @@ class RowRules:
 
     on_bad_row: OnBadRow = "error"
     """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
-    max_image_side_px: int = 8192
-    """`data.max_image_side_px`: a picture with a longer side is a bad row."""
+    max_image_side_px: int = MAX_IMAGE_SIDE_PX
+    """A picture with a longer side is a bad row."""
     max_pictures: int | None = None
     """A row with more source pictures than this is bad; None: no limit."""
     pictures_remedy: str = "give fewer"
@@ -121,11 +122,13 @@ def read_row(source: DataSource, index: int, key: str) -> Sample:
         "reference": str | None,
         "hidden": Mapping,
     }
-    values = [(name, getattr(sample, name), kind) for name, kind in kinds.items()]
-    if isinstance(sample.sources, tuple):
-        values += [("a source", picture, Image) for picture in sample.sources]
-    for name, value, kind in values:
+    for name, kind in kinds.items():
+        value = getattr(sample, name)
         if not isinstance(value, kind):
             expected = f"expected {getattr(kind, '__name__', kind)}"
             raise ValueError(f"{key}: row {index} has {name} {brief(value)}; {expected}")
+    if not all(isinstance(picture, Image) for picture in sample.sources):
+        raise ValueError(
+            f"{key}: row {index} has sources {brief(sample.sources)}; expected pictures"
+        )
     return sample

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -55,36 +52,26 @@ _REMEDIES = {
 """Part of an error's text -> its usual cause."""
 
 
-def described(error: BaseException, code: Any = None) -> str:
+def described(error: BaseException) -> str:
     """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost one in
-    the user's code or, if there is none, the first line of `code`, the user's function."""
-    lines = traceback.format_exception_only(error)  # notes last; of a SyntaxError the code first
-    text = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
-    calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    calls = [call for call in calls if not call[0].startswith(_LIBRARIES)]
-    function = getattr(inspect.unwrap(code), "__code__", None)
-    if isinstance(error, SyntaxError):
-        calls = [(str(error.filename), error.lineno)]
-    elif function is not None and not calls:
-        calls = [(function.co_filename, function.co_firstlineno)]
-    location = f" ({calls[-1][0]}, line {calls[-1][1]})" if calls else ""
-    remedies = [remedy for part, remedy in _REMEDIES.items() if part in text]
-    record = getattr(error, "obj", None)
-    if is_dataclass(record) and type(record).__module__.startswith("rl.api."):
-        known = ", ".join(name for name in dir(record) if not name.startswith("_"))
-        remedies.append(f"its argument is a {type(record).__name__}, which has {known}")
-    return "; ".join([text + location, *remedies])
+    the user's code."""
+    text = " ".join(" ".join(traceback.format_exception_only(error)).split())
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_LIBRARIES):
+            text += f" ({frame.filename}, line {frame.lineno})"
+            break
+    return "; ".join([text, *(remedy for part, remedy in _REMEDIES.items() if part in text)])
 
 
-def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
+def attempt(label: str, run: Callable[[], T]) -> tuple[T | None, list[str]]:
     """(result of `run`, []), or (None, ["`label` raises ..."]), whatever a plugin's code raises but
-    Ctrl-C. `code` as in `described`."""
+    Ctrl-C."""
     try:
         return run(), []
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return None, [f"{label} raises {described(error, code)}"]
+        return None, [f"{label} raises {described(error)}"]
 
 
 # ---- from a name to a class ----------------------------------------------------------------------
@@ -98,21 +85,14 @@ def is_dotted_path(name: str) -> bool:
 def import_plugin(dotted: str) -> ValueAndProblems:
     """The attribute `dotted` of its module, or the module of that name."""
     parent, _, name = dotted.rpartition(".")
-    try:
+
+    def load() -> Any:
         module = importlib.import_module(parent)
-        if hasattr(module, name):
-            return getattr(module, name), []
-        return importlib.import_module(dotted), []
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
-        if missing == dotted:
-            remedy = f"; drop '.py': {parent!r}" if name == "py" else ""
-            return None, [f"module {parent} holds no {name!r}{remedy}"]
-        if missing and f"{parent}.".startswith(f"{missing}."):
-            return None, [f"no module {missing!r} is installed or in {Path.cwd()}"]
-        return None, [f"importing {dotted} raises {described(error)}"]
+        return getattr(module, name) if hasattr(module, name) else importlib.import_module(dotted)
+
+    found, wrong = attempt(f"importing {dotted}", load)
+    hint = f"; drop '.py': {parent!r}" if wrong and name == "py" else ""
+    return found, [problem + hint for problem in wrong]
 
 
 def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
@@ -122,54 +102,26 @@ def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None
         cls: Any = class_of(target)
         wrong = _mismatch(cls.__name__, target, _reward, may_await=True)
         wrong += _variable_problems(cls, base)
-    else:
-        cls, wrong = _class_in(target, base)
-        wrong = list(_class_problems(cls, base)) if cls else wrong
+        return (None if wrong else cls), wrong
+    found = [target]
+    if isinstance(target, ModuleType):
+        public = [value for name, value in vars(target).items() if not name.startswith("_")]
+        found = [v for v in public if getattr(v, "__module__", "").startswith(target.__name__)]
+    plugins = {cls for cls in found if isinstance(cls, type) and issubclass(cls, base)}
+    if len(plugins) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in plugins)) or f"no {base.__name__}"
+        remedy = f"name one class that derives from {base.__module__}.{base.__name__}"
+        remedy += ", or a function" if base is Reward else ""
+        label = getattr(target, "__name__", brief(target))
+        return None, [f"{label} holds {names}; {remedy}"]
+    [cls] = plugins
+    wrong = list(_class_problems(cls, base))
     return (None if wrong else cls), wrong
-
-
-def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
-    derive = f"derive from {base.__module__}.{base.__name__}"
-    if isinstance(target, type) and issubclass(target, base):
-        return target, []
-    if not isinstance(target, ModuleType):
-        label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
-        return None, [f"{label} is not a {base.__name__}: {derive}"]
-    classes = (value for value in _public(target).values() if isinstance(value, type))
-    plugins = list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
-    if len(plugins) == 1:
-        return plugins[0], []
-    names = ", ".join(cls.__name__ for cls in plugins)
-    text = f"module {target.__name__} holds {names}; name one of them after a dot"
-    if not plugins:
-        text = f"module {target.__name__} holds no {base.__name__}: {derive}"
-        if base is Reward:
-            text += f", or name a function in it after a dot{_functions_of(target)}"
-    return None, [text]
 
 
 def loss_problems(target: Any) -> list[str]:
     """The problems of `target`, the object that `algorithm.loss` names by a dotted path."""
-    if isinstance(target, ModuleType):
-        functions = _functions_of(target)
-        return [f"{target.__name__} is a module; name a function in it after a dot{functions}"]
     return _mismatch(getattr(target, "__name__", "it"), target, _loss)
-
-
-def _functions_of(module: ModuleType) -> str:
-    """' (f, g)': the functions that the module defines; '' if there are none."""
-    names = [name for name, value in _public(module).items() if inspect.isfunction(value)]
-    return f" ({', '.join(names)})" if names else ""
-
-
-def _public(module: ModuleType) -> dict[str, Any]:
-    """name -> value of the module's public names, without those imported from outside it."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
-    }
 
 
 # ---- what a base asks of a class -----------------------------------------------------------------
@@ -191,57 +143,22 @@ def _methods(base: type[PluginBase[Any]]) -> Mapping[str, Any]:
     }
 
 
-@cache
-def _variables(base: type[PluginBase[Any]]) -> Mapping[str, tuple[type, str]]:
-    """Class variables that a base declares: name -> (the class that does, its annotation)."""
-    return {
-        name: (cls, text)
-        for cls in reversed(_owners(base))
-        for name, text in vars(cls).get("__annotations__", {}).items()
-        if text.startswith("ClassVar[") and name != "Config"
-    }
-
-
 @cache  # memory hints read a config hundreds of times
 def _class_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> tuple[str, ...]:
-    return (
-        *_config_problems(cls, base),
-        *_method_problems(cls, base),
-        *_variable_problems(cls, base),
-    )
-
-
-def _config_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    config, wanted = cls.Config, base.Config
-    for missing in sorted(wanted.model_fields.keys() - getattr(config, "model_fields", {}))[:1]:
-        problem = f"{cls.__name__}.Config is {brief(config)} and has no field {missing!r}"
-        yield f"{problem}; derive it from {wanted.__name__}"
-
-
-def _method_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    """Methods that are missing, or that cannot be called as the base's can."""
-    label, methods = cls.__name__, _methods(base)
-    lacking = [name for name in methods if getattr(getattr(cls, name), "__isabstractmethod__", 0)]
-    if issubclass(cls, Reward):
-        if cls.scores_groups() and cls.grade is not Reward.grade:
-            yield f"{label} has grade and score_group; keep only one"
-        if not cls.scores_groups() and cls.grade is Reward.grade:
-            lacking.append("grade")
-        if cls.needs_judge and "num_questions" not in _defined(cls, base):
-            lacking.append("num_questions")
-    if cls.metrics and "take_metrics" not in _defined(cls, base):
-        lacking.append("take_metrics")
-    for name in lacking:
-        yield f"{label} has no {name}; expected {_written(name, methods[name])}"
-    for name in _defined(cls, base):
-        member, may_await = inspect.getattr_static(cls, name), name in ("grade", "score_group")
-        yield from _mismatch(f"{label}.{name}", member, methods[name], may_await)
-
-
-def _defined(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> list[str]:
-    """The base's methods that the class defines anew."""
-    methods = _methods(base).items()
-    return [name for name, member in methods if inspect.getattr_static(cls, name) is not member]
+    problems = list(_variable_problems(cls, base))
+    if not (isinstance(cls.Config, type) and issubclass(cls.Config, base.Config)):
+        name = base.Config.__name__
+        problems.append(f"{cls.__name__}.Config is {brief(cls.Config)}; derive it from {name}")
+    if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
+        problems.append(f"{cls.__name__} has grade and score_group, or neither; keep only one")
+    for name, expected in _methods(base).items():
+        member = inspect.getattr_static(cls, name)
+        if getattr(member, "__isabstractmethod__", False):
+            problems.append(f"{cls.__name__} has no {name}; expected {_written(name, expected)}")
+        elif member is not expected:
+            may_await = name in ("grade", "score_group")
+            problems += _mismatch(f"{cls.__name__}.{name}", member, expected, may_await)
+    return tuple(problems)
 
 
 def _reward(x: RewardInput) -> float: ...  # type: ignore[empty-body]
@@ -251,23 +168,20 @@ def _loss(x: LossInputs) -> LossTerms: ...  # type: ignore[empty-body]
 def _mismatch(name: str, found: Any, expected: Any, may_await: bool = False) -> list[str]:
     """[] if `found` can be called as `expected`, else [why not]. Both are functions, or members as
     the `__dict__` of a class has them. `may_await`: it may be `async`."""
-    is_bound = isinstance(found, classmethod | staticmethod)
-    function = found.__func__ if is_bound else found
-    fits = callable(function) and (is_bound or not isinstance(expected, classmethod))
-    if fits:
-        wanted = inspect.signature(getattr(expected, "__func__", expected)).parameters
-        num_arguments = len(wanted) - isinstance(found, staticmethod)
-        try:
-            inspect.signature(function).bind(*range(num_arguments))
-            fits = may_await or not _is_async(function)
-        except TypeError:
-            fits = False
-        except ValueError:  # a built-in without a signature
-            pass
-    if fits:
-        return []
     own_name = name.rpartition(".")[2]
-    return [f"{name} is {_written(own_name, found)}; expected {_written(own_name, expected)}"]
+    why = [f"{name} is {_written(own_name, found)}; expected {_written(own_name, expected)}"]
+    function = getattr(found, "__func__", found)
+    is_bound = isinstance(found, classmethod | staticmethod)
+    if isinstance(expected, classmethod) > is_bound or _is_async(function) > may_await:
+        return why
+    wanted = inspect.signature(getattr(expected, "__func__", expected)).parameters
+    try:
+        inspect.signature(function).bind(*list(wanted)[isinstance(found, staticmethod) :])
+    except TypeError:  # also for what cannot be called
+        return why
+    except ValueError:  # a built-in without a signature
+        pass
+    return []
 
 
 def _is_async(function: Any) -> bool:
@@ -281,33 +195,20 @@ def _written(name: str, member: Any) -> str:
         return brief(member)
     text = "@classmethod " if isinstance(member, classmethod) else ""
     text += "async def " if _is_async(function) else "def "
-    signature = str(inspect.signature(function)).replace("'", "")
-    signature = re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", signature)
-    return f"`{text}{name}{signature}`"
+    return f"`{text}{name}{inspect.signature(function)}`".replace("'", "")
 
 
 def _variable_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """Class variables that are missing, or not of the base's type."""
-    for name, (owner, text) in _variables(base).items():
-        value = inspect.getattr_static(cls, name, inspect.Parameter.empty)
-        if value is inspect.Parameter.empty:
-            yield f"{cls.__name__} has no {name}; expected {_readable(owner, text)}"
-        else:
-            yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
-
-
-def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    """'name: why' for each member of a user's class that nothing reads, if its name is close to
-    the name of one that is read."""
-    known = {
-        *dir(base),
-        *(name for one in _owners(base) for name in vars(one).get("__annotations__", ())),
-    }
-    for owner in cls.__mro__:
-        for name in () if owner.__module__.startswith(("rl.", "abc", "typing")) else vars(owner):
-            if name not in known and not name.startswith("_"):
-                for near in get_close_matches(name, known, n=1, cutoff=0.8):
-                    yield f"{owner.__name__}.{name}: nothing reads it; did you mean {near!r}?"
+    for owner in _owners(base):
+        for name, text in vars(owner).get("__annotations__", {}).items():
+            if not text.startswith("ClassVar[") or name == "Config":
+                continue
+            if not hasattr(cls, name):
+                yield f"{cls.__name__} has no {name}; expected {text}"
+            else:
+                value = inspect.getattr_static(cls, name)
+                yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
 # ---- what a class method answers -----------------------------------------------------------------
@@ -336,7 +237,7 @@ def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> ValueAnd
         answer = method(*arguments)
         return list(answer) if isinstance(answer, Iterator) else answer
 
-    answer, wrong = attempt(method.__qualname__, method, call)
+    answer, wrong = attempt(method.__qualname__, call)
     wrong = wrong or list(_misfit(f"{method.__qualname__} returns", answer, owner, text))
     return (None if wrong else answer), wrong
 
@@ -348,28 +249,15 @@ def _misfit(label: str, value: Any, owner: type, text: str) -> Iterator[str]:
         _adapter(owner, text).validate_python(plain, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        item = f"{brief(first['input'])}: " if first["loc"] else ""
-        why = f"{item}{first['msg'].removeprefix('Value error, ').removeprefix('Input ')}"
-        yield f"{label} {brief(value)}; expected {_readable(owner, text)} ({why})"
+        yield f"{label} {brief(value)}; expected {text} ({brief(first['input'])}: {first['msg']})"
 
 
 @cache
 def _adapter(owner: type, text: str) -> TypeAdapter[Any]:
+    """For the annotation alone: those beside it may have names that only type checkers import."""
     # pydantic does not check the items of an Iterable.
-    return TypeAdapter(_hint(owner, text.replace("Iterable[", "Sequence["), include_extras=True))
-
-
-def _readable(owner: type, text: str) -> str:
-    """'ClassVar[Set[ActionKind]]' -> "Set[Literal['hidden_states', 'text', 'image_tokens']]"."""
-    hint = _hint(owner, text, include_extras=False)
-    name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    return re.sub(r"\b(typing|collections\.abc|rl\.api\.\w+)\.", "", name)
-
-
-def _hint(owner: type, text: str, include_extras: bool) -> Any:
-    """The evaluated annotation. (`get_type_hints` of the class would read the others, too, and
-    their names may be imported for type checkers only.)"""
-    text = re.sub(r"^ClassVar\[(.*)\]$", r"\1", text)
+    text = text.removeprefix("ClassVar").replace("Iterable[", "Sequence[")
+    text = text[1:-1] if text.startswith("[") else text
     holder = type("Holder", (), {"__annotations__": {"it": text}})
     names = vars(sys.modules[owner.__module__])
-    return get_type_hints(holder, names, include_extras=include_extras)["it"]
+    return TypeAdapter(get_type_hints(holder, names, include_extras=True)["it"])

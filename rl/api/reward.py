@@ -6,11 +6,11 @@ Axes in names: `_G` completions of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import replace
 from functools import wraps
 from numbers import Real
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
 from rl.api.types import RewardInput, RewardOutput
@@ -81,28 +81,18 @@ Grading = Callable[[RewardInput], Score | Awaitable[Score]]
 FunctionT = TypeVar("FunctionT", bound=Grading)
 
 
-@overload
-def reward(function: FunctionT, /) -> FunctionT: ...
-@overload
 def reward(
-    *, needs: Set[str] = ..., diagnostic: bool = ..., unit_parts: Set[str] = ...
-) -> Callable[[FunctionT], FunctionT]: ...
-def reward(
-    function: Any = None,
-    /,
-    needs: Set[str] = frozenset(),
-    diagnostic: bool = False,
-    unit_parts: Set[str] = frozenset(),
-) -> Any:
+    needs: Set[str] = frozenset(), diagnostic: bool = False, unit_parts: Set[str] = frozenset()
+) -> Callable[[FunctionT], FunctionT]:
     """`@reward(needs={'image'})` declares for a function what a `Reward` declares by class
     variables. A function that declares nothing needs no decorator."""
 
-    def declare(function: Any) -> Any:
+    def declare(function: FunctionT) -> FunctionT:
         variables = {"needs": needs, "diagnostic": diagnostic, "unit_parts": unit_parts}
-        function.reward_variables = variables
+        function.reward_variables = variables  # type: ignore[attr-defined]
         return function
 
-    return declare if function is None else declare(function)
+    return declare
 
 
 def class_of(function: Any) -> type[Reward]:
@@ -128,14 +118,9 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
     value = _number("value", output.value)
     if not 0 <= value <= 1:
         raise ValueError(f"value {value} is outside [0, 1]; scale or clip it")
-    if not isinstance(output.parts, Mapping):
-        raise TypeError(f"parts are {brief(output.parts)}; expected a mapping of names to numbers")
-    parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
-    for name in parts:
-        try:
-            usable_name(str(name))
-        except ValueError as error:
-            raise ValueError(f"part {name!r}: {error}") from None
+    parts = {
+        usable_name(name): _number(f"part {name!r}", part) for name, part in output.parts.items()
+    }
     for name in sorted(unit_parts):
         if name not in parts or not 0 <= parts[name] <= 1:
             reported = parts.get(name, "nothing")

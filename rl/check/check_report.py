@@ -13,9 +13,8 @@ from typing import Any
 
 from rl import build
 from rl.api import find
-from rl.api.find import misspelt
 from rl.api.policy import Policy
-from rl.build import PLUGIN_BASES, Resolved
+from rl.build import Resolved
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
 from rl.check.memory_plan import PHASES, Plan
@@ -76,8 +75,6 @@ def no_effect(resolved: Resolved) -> list[str]:
             problems.append(f"{reward.key}.judge: reward {reward.name} asks no judge")
     for plugin in resolved.plugins:
         problems += unread(plugin.config, facts, f"{plugin.key}.")
-        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
-        problems += [f"{plugin.key}.{line}" for line in misspelt(plugin.cls, base)]
     return problems
 
 
@@ -305,7 +302,7 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
         label = f"{plugin.key}: closing {plugin.name}"
-        report.problems += find.attempt(label, plugin.cls.close, source.close)[1]
+        report.problems += find.attempt(label, source.close)[1]
     return report
 
 

@@ -325,7 +325,7 @@ NOTED = (
     "policy.attn_implementation", "engine.*", "*.device",
     # Changed to get past what stopped the run: a sample, row or question that was too long, or a
     # reply that could not be read.
-    "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
+    "policy.max_prompt_tokens", "data.on_bad_row",
     "renderer.max_pictures",
     "data.train.*.picture_check",
     "judge.guided_json", "judge.max_attempts", "judge.max_tokens", "judge.image_side_px",

@@ -67,13 +67,13 @@ async def grade_once(
     failed; problems). Raises `JudgeError`."""
     label = f"{plugin.key}: making {plugin.name}"
     create = partial(plugin.cls, plugin.config, resources)
-    reward, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.__init__, create)
+    reward, wrong = await asyncio.to_thread(find.attempt, label, create)
     if reward is None:
         return None, wrong
     inputs_G = [inputs, inputs] if reward.scores_groups() else [inputs]
     output, *_ = await scores(reward, inputs_G)
     label = f"{plugin.key}: closing {plugin.name}"
-    _, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.close, reward.close)
+    _, wrong = await asyncio.to_thread(find.attempt, label, reward.close)
     if wrong:
         return None, wrong
     if not output.traceback:
@@ -133,7 +133,7 @@ def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
             "rows or statistics"
         ]
 
-    unusable, raised = find.attempt(f"{key} on a made-up micro-batch", loss, problems)
+    unusable, raised = find.attempt(f"{key} on a made-up micro-batch", problems)
     return raised or [f"{key}: {problem}" for problem in unusable or ()]
 
 

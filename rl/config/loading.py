@@ -11,7 +11,6 @@ import re
 import stat
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
@@ -112,19 +111,15 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
             first = of_key.setdefault(loc, {**each, "loc": loc})
             if first["msg"] != each["msg"]:
                 first["msg"] += f" or {each['msg'].removeprefix('Input should be ')}"
-        return None, [_sentence(model, problem, at, values) for problem in of_key.values()]
+        return None, [_sentence(model, problem, at) for problem in of_key.values()]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """`did you mean 'x'?`, or the known names (the nearest, of many) if none is similar."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    # 'rank' for 'r', 'lr' for 'lr_decay': one is the beginning of the other.
-    close = close or [n for n in known if name and (n.startswith(name) or name.startswith(n))][:1]
-    if close:
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     shown = sorted(difflib.get_close_matches(name, known, n=MAX_KNOWN, cutoff=0.0))
-    more = f" and {len(known) - len(shown)} more" * (len(shown) < len(known))
-    return f"known: {', '.join(shown)}{more}" if known else "nothing is known here"
+    return f"known: {', '.join(shown)}{', ...' if len(shown) < len(known) else ''}"
 
 
 def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -136,14 +131,12 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
             yield from sections(section, f"{at}.{name}" if at else name)
 
 
-def _sentence(
-    model: type[BaseModel], problem: Mapping[str, Any], at: str, values: Mapping[str, Any]
-) -> str:
+def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
     loc = problem["loc"]
     key = ".".join(part[:MAX_SHOWN] for part in (at, *loc) if part) or "the config"
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"{key}: unknown key; {_nearest_key(model, loc, at, values)}"
+        return f"{key}: unknown key; {_nearest_key(model, loc, at)}"
     if kind == "value_error":  # the section's own message
         return f"{key}: {problem['ctx']['error']}"
     if not loc:
@@ -164,15 +157,10 @@ def _sentence(
     return f"{key}: {value} given, {must}{hint}{description}"
 
 
-def _nearest_key(
-    model: type[BaseModel], loc: Sequence[str], at: str, values: Mapping[str, Any]
-) -> str:
+def _nearest_key(model: type[BaseModel], loc: Sequence[str], at: str) -> str:
     """Suggests a section that has this very key, else the nearest key of the same section."""
     name = loc[-1][:MAX_SHOWN]
     keys = [key for key, other in sections(model, at) if name in other.model_fields]
-    if not at and not loc[1:]:
-        # `model` does not know the keys of plugins, but the file may state this one.
-        keys += [key for key, of in values.items() if isinstance(of, dict) and name in of]
     if keys:
         return f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
@@ -292,6 +280,7 @@ local set(x, path, value, key) =
 """Jsonnet that applies an override through `super`: the file's own `self` references see it."""
 _BASE = re.compile(r"^\(import (['\"])(.+?)\1\)", re.MULTILINE)
 """What a file is built upon, as in `(import 'base.libsonnet') + { ... }`."""
+_MISSING = re.compile(r"undefined external variable: (\w+)(.*)")
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
 """Names and paths, which Jsonnet refuses (`cuda`, `runs/mine`), and dates, which it subtracts."""
 
@@ -364,21 +353,15 @@ def _evaluate(
             try:
                 return run(_SET + text), problems
             except RuntimeError as error:
-                message, where = _message(str(error))
-                name = message.removeprefix("undefined external variable: ")
-                if name == message or name in variables:
+                message = _message(str(error), path)
+                missing = _MISSING.match(message)
+                if missing is None or missing[1] in variables:
                     # The stand-in values may have caused this error.
-                    is_placed = where in message if where else str(path) in message
-                    located = f"{message} (at {where})" if where else f"{path}: {message}"
-                    return None, problems or [message if is_placed else located]
+                    return None, problems or [message]
+                name, where = missing.groups()
                 variables[name] = name
-                usage = f" (used at {where})" if where else ""
-                problems.append(
-                    f"set the environment variable {name}{usage}"
-                    if name.startswith("APP__")
-                    else f"std.extVar({name!r}){usage}: only environment variables named APP__... "
-                    "can be read"
-                )
+                note = "" if name.startswith("APP__") else "; only APP__... can be read"
+                problems.append(f"set the environment variable {name}{where}{note}")
     except UnicodeError:
         problems.append(f"{path}: its path, an override or an APP__ variable is not UTF-8")
     return None, problems
@@ -391,25 +374,22 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
     """
     if _WORD.fullmatch(text):
         return json.dumps(text)
-    with suppress(ValueError):
-        json.loads(text)  # Jsonnet would take 0.05 s
-        return text
     try:
         return run(text)
     except RuntimeError as error:
         if re.search(r"^[{\['\"]|std\.extVar|import *['\"]", text):
-            raise ValueError(f"{text} cannot be evaluated: {_message(str(error))[0]}") from error
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"{text} cannot be evaluated: {why}") from error
         return json.dumps(text)
 
 
-def _message(error: str) -> tuple[str, str]:
-    """(Jsonnet's message without its stack frames, file:line of the first that is in a file)."""
+def _message(error: str, path: Path) -> str:
+    """Jsonnet's message without its stack frames, and file:line of the first that is in a file."""
     message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
-            relative = os.path.relpath(file)
-            return message, f"{file if relative.startswith('..') else relative}:{line}"
-    return message, ""
+            return message if file in message else f"{message} (at {file}:{line})"
+    return message if str(path) in message else f"{path}: {message}"
 
 
 # ---- formats -------------------------------------------------------------------------------------
@@ -424,6 +404,7 @@ ADAPTER = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
+    "data.max_image_side_px": (8192, "downscale the pictures"),
     "engine.adapter": ("served", ""),
     "engine.kv_cache_memory_mb": (None, "use engine.gpu_memory_utilization"),
     "engine.share_base_weights": (False, ""),
@@ -464,10 +445,18 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "renderer.scheduler_overrides.shift": (None, ""),
     "renderer.scheduler_overrides.use_dynamic_shifting": (None, ""),
     "renderer.sigmas": (None, "a few-step checkpoint states them in its model_index.json"),
+    "rewards.*.answer_tag": ("answer", ""),
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
+    "rewards.*.scores.*.group": ("", "combine 'sqrt_min' is what 'viescore' does"),
+    "rewards.*.think_tag": ("think", ""),
+    "text_only_cycle_steps": (10, "EARL's cycles are gone"),
+    "text_only_steps": (10, "EARL's cycles are gone"),
     "tracking.show_group_every_n_iterations": (10, "the page and episodes/ have every group"),
     "tracking.thumbnails_mb": (200.0, "see tracking.keep_images_of_last_n_iterations"),
-    "rewards.*.scores.*.group": ("", "combine 'sqrt_min' is what 'viescore' does"),
+    "train_text_tokens_only": (False, "EARL's cycles are gone"),
+    "train_vision_tokens_only": (False, "EARL's cycles are gone"),
+    "vision_only_cycle_steps": (10, "EARL's cycles are gone"),
+    "vision_only_steps": (10, "EARL's cycles are gone"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
@@ -569,12 +558,6 @@ MOVED: Mapping[str, str] = {
     "model_revision": "policy.revision",
     "tokenizer_path": "policy.tokenizer_path",
     "assistant_prefill": "policy.assistant_prefill",
-    "train_text_tokens_only": "policy.train_text_tokens_only",
-    "text_only_cycle_steps": "policy.text_only_cycle_steps",
-    "text_only_steps": "policy.text_only_steps",
-    "train_vision_tokens_only": "policy.train_vision_tokens_only",
-    "vision_only_cycle_steps": "policy.vision_only_cycle_steps",
-    "vision_only_steps": "policy.vision_only_steps",
     "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
     "emu3_use_logit_processor": "policy.constrained",
     "model_context_size": "engine.max_model_len",
@@ -626,7 +609,7 @@ class Converted(BaseModel):
     max_completion_len: Count | None = None
     max_prompt_len: Count | None = None
     emu3_use_logit_processor: bool = True
-    separate_language_and_vision_vocabs: bool = True
+    separate_language_and_vision_vocabs: Literal[True] = True
     reward_compute_viescore: bool = True
     reward_compute_ground_score: bool = True
     reward_final_reward: Literal["viescore", "ground_score", "sqrt(viescore_pqxground_score)"] = (
@@ -636,7 +619,7 @@ class Converted(BaseModel):
 
 _OTHERS: Values = dict.fromkeys(set(MOVED) - set(Converted.model_fields), (Any, None))
 EarlFields = create_model("EarlFields", __base__=Converted, **_OTHERS)
-"""All 43 fields of EARL."""
+"""The fields of EARL, without those in `GONE_KEYS`."""
 
 
 def is_earls(values: Mapping[str, Any], required: Sequence[str]) -> bool:

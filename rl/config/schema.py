@@ -74,7 +74,7 @@ class Section(BaseModel):
 def usable_name(name: str) -> str:
     """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
+        raise ValueError(f"{name!r} is not usable in a metric name; use letters, digits, '_.-'")
     return name
 
 
@@ -378,8 +378,6 @@ class DataConfig(Section):
     """Held-out mixture, in order, for evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
-    max_image_side_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] = 8192
-    """A picture with a longer side, or of more than 50 million pixels, is a bad row."""
 
 
 class FinalReward(Section):

@@ -153,8 +153,7 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     if longer > max_side_px or shorter < MIN_SIDE_PX or longer > MAX_ASPECT_RATIO * shorter:
         raise UnusableError(
             f"{_name(located)} is {image.width}x{image.height} px; sides have {MIN_SIDE_PX} to "
-            f"{max_side_px} px (data.max_image_side_px), and none is more than {MAX_ASPECT_RATIO} "
-            "times the other; scale it, or change that key"
+            f"{max_side_px} px, and none is more than {MAX_ASPECT_RATIO} times the other; scale it"
         )
     return image
 

@@ -22,9 +22,6 @@ from rl.rewards.maths import MathsProcess
 # ---- tags ----------------------------------------------------------------------------------------
 # Finds `<name>...</name>` blocks in a completion.
 
-TagName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
-"""A tag's name, without the angle brackets."""
-
 
 def last_block(text: str, name: str) -> str | None:
     """The content of the last complete block of this name; None if there is none."""
@@ -231,10 +228,8 @@ def _normalized(text: str) -> str:
 class Config(PluginConfig):
     """Where the answer is in the completion, and how much time a comparison may take."""
 
-    answer_tag: TagName = "answer"
-    """The answer is the content of the last complete block with this tag."""
     tag_required: bool = True
-    """false: without such a block, the content of the last \\boxed{} is the answer."""
+    """false: without an `<answer>` block, the content of the last \\boxed{} is the answer."""
     max_answer_chars: Annotated[int, Field(ge=1, le=10_000)] = 400
     """A longer answer is wrong and is not compared."""
     max_cpu_s: Annotated[int, Field(ge=1, le=3600)] = 3
@@ -272,7 +267,7 @@ class Accuracy(Reward[Config]):
         started = time.monotonic()
         answer = self._answer(reward_input.words)
         try:
-            gold = read_gold(reward_input.sample.hidden, self.config.answer_tag)
+            gold = read_gold(reward_input.sample.hidden)
             verdict = await self._compare(gold, answer)
         except UnreadableGoldError as error:
             # The gold is not quoted: failures are written into episode records.
@@ -286,7 +281,7 @@ class Accuracy(Reward[Config]):
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' if there is none, or if it is too long."""
-        answer = last_block(text, self.config.answer_tag)
+        answer = last_block(text, "answer")
         if answer is None and not self.config.tag_required:
             answer = last_boxed(text)
         if answer is None or len(answer) > self.config.max_answer_chars:
@@ -305,7 +300,7 @@ class Accuracy(Reward[Config]):
         return verdict
 
 
-def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
+def read_gold(hidden: Mapping[str, Any]) -> str:
     """The bare known answer; `hidden` may give it within answer tags.
 
     Raises UnreadableGoldError.
@@ -314,7 +309,7 @@ def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise UnreadableGoldError(f"{type(gold).__name__} under 'answer'; expected text or number")
     text = str(gold)
-    tagged = last_block(text, answer_tag)
+    tagged = last_block(text, "answer")
     text = bare(text if tagged is None else tagged)
     if not text:
         raise UnreadableGoldError("empty")
@@ -325,22 +320,13 @@ def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
 # Reward plugin: 1 if the completion is `<think>...</think><answer>...</answer>`, else 0.
 
 
-class FormatConfig(PluginConfig):
-    """Names of the two tags."""
-
-    think_tag: TagName = "think"
-    """Tag of the block with the thoughts, which comes first."""
-    answer_tag: TagName = "answer"
-    """Tag of the block with the answer."""
-
-
-class Format(Reward[FormatConfig]):
+class Format(Reward):
     """Requires exactly the two blocks, in this order, neither of them empty."""
 
     needs = frozenset({"text"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        text, names = reward_input.text, (self.config.think_tag, self.config.answer_tag)
+        text, names = reward_input.text, ("think", "answer")
         if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
             return RewardOutput(0.0)
         blocks = r"\s*".join(rf"<{name}>(.*)</{name}>" for name in names)

@@ -239,7 +239,7 @@ async def scores(
         is_wrong_value = is_raised_here(error)  # by `checked_output`: no traceback
         form = traceback.format_exception_only if is_wrong_value else traceback.format_exception
         text = "".join(form(error))
-        failure = f"raised {described(error, method)}"
+        failure = f"raised {described(error)}"
         outputs_G = [RewardOutput(None, failure=failure, traceback=text)] * len(inputs_G)
     if unreadable == "lowest":
         lowest = dict.fromkeys(reward.unit_parts, 0.0)

@@ -76,7 +76,7 @@ class PluginMetrics:
         declared = plugin.cls.metrics
         if not isinstance(reported, Mapping):
             is_error = isinstance(reported, Exception)
-            got = described(reported, plugin.cls.take_metrics) if is_error else brief(reported)
+            got = described(reported) if is_error else brief(reported)
             self._leave_out(
                 plugin, "", f"take_metrics: {got}; expected a mapping of names to numbers"
             )

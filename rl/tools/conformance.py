@@ -31,7 +31,7 @@ from rl.ranks.dist import Dist
 from rl.tools.gpu_checks import Line, result, skipped
 from rl.tools.gpu_steps import move
 
-ENGINE_CONFIG = "configs/quickstart.jsonnet"
+DEFAULT_CONFIG = "configs/quickstart.jsonnet"
 """Its policy samples with an engine that is tested without a config."""
 NUM_SAMPLES, NUM_COMPLETIONS, MAX_TOKENS = 3, 3, 10
 NATS, SAME_NATS = 1e-3, 1e-5
@@ -61,13 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plugin, *rest = sys.argv[1:] if argv is None else argv
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rl_conformance_") as folder:
-        try:
-            subject = Subject(
-                resolved(plugin, rest[0] if rest else None, rest[1:], Path(folder)), Path(folder)
-            )
-        except ConfigError as error:
-            print("\n".join(error.problems))
-            return 1
+        run = resolved(plugin, rest[0] if rest else None, rest[1:], Path(folder))
+        subject = Subject(run, Path(folder))
         for line in lines(subject):
             print(line.text(), flush=True)
             failed += line.status == "FAIL"
@@ -81,26 +76,17 @@ def resolved(
     """The run in which the plugin is tested. Raises ConfigError."""
     cls = _plugin(plugin)
     role = "policy" if issubclass(cls, Policy) else "engine"
+    values = load_config(config or DEFAULT_CONFIG, overrides).model_dump(mode="json")
     if config is None and role == "policy":
         tiny = cls.tiny(str(folder / "tiny"))
         if not tiny:
             remedy = f"name a config with this policy: rl check --conformance {plugin} my.jsonnet"
             raise ConfigError([f"{plugin}: {cls.__name__}.tiny makes no tiny model; {remedy}"])
-        values: dict[str, Any] = {
-            "run_name": "conformance",
-            "base_exp_dir": str(folder),
-            "prompts_per_iteration": NUM_SAMPLES,
-            "generations_per_prompt": NUM_COMPLETIONS,
-            "policy": {"type": plugin, "device": "cpu", **tiny},
-            "engine": {"type": "transformers"},
-            "renderer": {"type": "none"},
-            "rewards": {},
-            "data": {"train": []},
-        }
-    else:
-        values = load_config(config or ENGINE_CONFIG, overrides).model_dump(mode="json")
-        if values[role]["type"] != plugin:
-            values[role] = {"type": plugin}
+        values["policy"] = {"type": plugin, "device": "cpu", **tiny}
+        values["engine"], values["renderer"] = {"type": "transformers"}, {"type": "none"}
+        values["rewards"], values["data"], values["sampling"] = {}, {"train": []}, {}
+    elif values[role]["type"] != plugin:
+        values[role] = {"type": plugin}
     values["policy"]["dtype"] = "float32"
     values["optimizer"] = {"backend": "torch", "learning_rate": 1e-2, "warmup_iterations": 0}
     values["algorithm"] = {"kl_coeff": 0.05}
@@ -113,21 +99,17 @@ def resolved(
 
 def _plugin(name: str) -> type[Any]:
     """Raises ConfigError unless `name` is a policy or an engine, shipped or by its dotted path."""
-    problems: list[str] = []
-    for kind, base in (("policies", Policy), ("engines", Engine)):
-        is_shipped = name in build.SHIPPED[kind]
-        if is_shipped or find.is_dotted_path(name):
-            target, wrong = find.import_plugin(build.class_of(kind, name) if is_shipped else name)
-            if wrong:
-                raise ConfigError(wrong)
-            cls, wrong = find.plugin_class(target, base)
-            if cls is not None:
-                return cls
-            problems += wrong
-    # What a class of one kind lacks matters, not that it is none of the other kind.
-    lacking = [problem for problem in problems if "derive from" not in problem]
-    unknown = f"{name}: neither a policy nor an engine is so named"
-    raise ConfigError(lacking or problems or [unknown])
+    for kind in ("policies", "engines"):
+        name = build.class_of(kind, name) if name in build.SHIPPED[kind] else name
+    if not find.is_dotted_path(name):
+        raise ConfigError([f"{name}: neither a policy nor an engine is so named"])
+    target, problems = find.import_plugin(name)
+    for base in (Policy, Engine) if not problems else ():
+        cls, wrong = find.plugin_class(target, base)
+        if cls is not None:
+            return cls
+        problems += wrong
+    raise ConfigError(problems)
 
 
 @dataclass
@@ -205,7 +187,7 @@ def lines(subject: Subject) -> Iterator[Line]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            described = find.described(error, subject.resolved.policy.cls.__init__)
+            described = find.described(error)
             yield result(what, False, f"raises {described}", fix)
 
 

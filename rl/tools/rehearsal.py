@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -44,37 +41,10 @@ from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences
 from rl.tools.skeletons import model_folder
 
 # ---- tally ---------------------------------------------------------------------------------------
-# Counts of a rehearsal: bytes by device and phase, FLOPs, host waits and mixed dtypes by line.
+# Counts of a rehearsal: bytes by device and phase, FLOPs by phase.
 
-ROOT = Path(__file__).parents[1]
-"""The project's package."""
 BLOCK_BYTES = 512
 """PyTorch's allocator on CUDA rounds every allocation up to this."""
-
-
-@cache
-def _place(path: str) -> tuple[str, str]:
-    """(place of a source file in this project, its place in a library), '' where it is in none."""
-    file = Path(path)
-    if file.is_relative_to(ROOT):
-        return str(file.relative_to(ROOT.parent)) * (file != Path(__file__)), ""
-    _, found, library = path.partition("/site-packages/")
-    return "", library * (bool(found) and "/torch/" not in path)
-
-
-def calling_line() -> str:
-    """'rl/file.py:12 (library/file.py:34)': the project's innermost line, and the library's that it
-    called; '(backward)' where autograd calls by itself."""
-    frame: FrameType | None = sys._getframe(1)
-    library = ""
-    while frame is not None:
-        ours, theirs = _place(frame.f_code.co_filename)
-        if ours:
-            return f"{ours}:{frame.f_lineno}{library}"
-        if theirs and not library:
-            library = f" ({theirs}:{frame.f_lineno})"
-        frame = frame.f_back
-    return f"(backward){library}"
 
 
 class Tally:
@@ -86,10 +56,6 @@ class Tally:
         """Device type -> bytes that exist."""
         self.peak: Counter[str] = Counter()
         """Phase -> most bytes that existed at once on the GPU in that phase."""
-        self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Phase -> 'kind of wait: line' -> number."""
-        self.mixed_dtypes: Counter[str] = Counter()
-        """'operation of dtype and dtype: line' -> number."""
         self.flops: Counter[str] = Counter()
         """Phase -> floating-point operations of matrix products, convolutions and attention."""
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -105,10 +71,6 @@ class Tally:
             self.phase = before
             self._note_peak()
 
-    def wait(self, kind: str) -> None:
-        """Note that the host waits for the GPU."""
-        self.waits[self.phase][f"{kind}: {calling_line()}"] += 1
-
     def track(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage until it is freed."""
         storage = tensor.untyped_storage()
@@ -118,10 +80,7 @@ class Tally:
         self._seen[storage] = size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         self.now[device] += size
         self._note_peak()
-        weakref.finalize(storage, self._freed, device, size)
-
-    def _freed(self, device: str, size: int) -> None:
-        self.now[device] -= size
+        weakref.finalize(storage, self.now.subtract, {device: size})
 
     def _note_peak(self) -> None:
         self.peak[self.phase] = max(self.peak[self.phase], self.now["cuda"])
@@ -136,7 +95,8 @@ class Tally:
 aten = torch.ops.aten
 MAX_FETCHED_BYTES = 2**26
 """A larger tensor that is copied to the host stays fake there."""
-WAITING = {
+NEED_VALUES = {
+    aten._local_scalar_dense.default,
     aten.nonzero.default,
     aten.masked_select.default,
     aten.equal.default,
@@ -158,7 +118,6 @@ ONE_DTYPE = {
     "_varlen_attn",
 }
 """Operations that CUDA refuses for inputs of several dtypes; fake tensors do not check it."""
-INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class FakeGpu(TorchDispatchMode):
@@ -169,8 +128,6 @@ class FakeGpu(TorchDispatchMode):
         self.tally = Tally()
         self.host_is_fake = False
         """While models load: their weights have no values on the host either."""
-        self.num_moving = 0
-        """Nested calls of `Module.to` in progress; weights that they move to the host stay fake."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Any:
@@ -201,17 +158,19 @@ class FakeGpu(TorchDispatchMode):
         is_born_fake = self.host_is_fake and not leaves and str(device) != "meta"
         if not is_fake and not is_born_fake and (device is None or device.type != "cuda"):
             return func(*args, **kwargs)
+        if func in NEED_VALUES:
+            return self._with_values(func, args, kwargs)
+        is_fetched = func is aten._to_copy.default and str(device) == "cpu"
+        if is_fetched and not self.host_is_fake and args[0].nbytes <= MAX_FETCHED_BYTES:
+            return on_host(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            return args[0]
+        if func is aten.index.Tensor:
+            args = (args[0], self._without_masks(args[1], args[0].device))
         name = func.__name__.split(".")[0]
-        answer = self._fetched(func, name, args, kwargs, device)
-        if answer is not NotImplemented:
-            return answer
-        if name in INDEXING:
-            args = self._indexed(name, args)
-        if name in ONE_DTYPE:
-            dtypes = {leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point}
-            if len(dtypes) > 1:
-                mix = f"{name} of {' and '.join(sorted(map(str, dtypes)))}"
-                self.tally.mixed_dtypes[f"{mix}: {calling_line()}"] += 1
+        dtypes = {str(leaf.dtype) for leaf in leaves if leaf.dtype.is_floating_point}
+        if name in ONE_DTYPE and len(dtypes) > 1:
+            raise RuntimeError(f"{name} of {' and '.join(sorted(dtypes))}, which a GPU refuses")
         args, kwargs = tree_map(self._as_fake, (args, kwargs))
         with self._fake:
             out = func(*args, **kwargs)
@@ -233,57 +192,29 @@ class FakeGpu(TorchDispatchMode):
             return self._fake.from_tensor(leaf)
         return leaf
 
-    def _fetched(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], device: torch.device | None
-    ) -> Any:
-        """The result of an operation that copies between host and GPU, or makes the host wait;
-        NotImplemented for all others, which run on fake tensors."""
-        tally = self.tally
-        if func is aten._local_scalar_dense.default:
-            tally.wait("item")
-            return on_host(args[0]).item()
-        if func in WAITING:
-            tally.wait(name)
-            [like, *_] = args
-            values = func(*tree_map(on_host, args), **kwargs)
-            return tree_map(lambda leaf: self._on_device(leaf, like.device), values)
-        if func is aten._to_copy.default and device is not None:
-            source = args[0]
-            if device.type == source.device.type:
-                return NotImplemented
-            if self.num_moving or not kwargs.get("non_blocking"):
-                tally.wait("to host" if device.type == "cpu" else "to GPU")
-            stays_fake = self.num_moving or self.host_is_fake or source.nbytes > MAX_FETCHED_BYTES
-            if device.type == "cpu" and not stays_fake:
-                return on_host(source).to(kwargs.get("dtype") or source.dtype)
-        if func is aten.copy_.default and args[0].device.type != args[1].device.type:
-            is_async = len(args) > 2 and args[2]
-            if not is_async:
-                tally.wait("to host" if args[0].device.type == "cpu" else "to GPU")
-            if not isinstance(args[0], FakeTensor):
-                return args[0]
-        return NotImplemented
+    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that is run on the host, with the values of `on_host`."""
 
-    def _on_device(self, leaf: Any, device: torch.device) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+        def back(leaf: Any) -> Any:
+            return self._on_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+
+        device = args[0].device
+        return tree_map(back, func(*tree_map(on_host, args), **kwargs))
+
+    def _on_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         with self._fake:
-            return self._fake.from_tensor(leaf).to(device)
+            return self._fake.from_tensor(tensor).to(device)
 
-    def _indexed(self, name: str, args: Any) -> Any:
-        """The arguments of an indexing operation; a boolean mask, whose values are unknown,
-        selects everything."""
+    def _without_masks(self, indices: Any, device: torch.device) -> list[torch.Tensor | None]:
+        """Each boolean mask, whose values are unknown, as the positions of all its elements."""
         resolved: list[torch.Tensor | None] = []
-        for index in args[1]:
-            is_mask = index is not None and index.dtype == torch.bool
-            if is_mask or (index is not None and index.device != args[0].device):
-                self.tally.wait("boolean index" if is_mask else "to GPU")
-            if is_mask and name == "index":
+        for index in indices:
+            if index is not None and index.dtype == torch.bool:
                 places = on_host(index).nonzero(as_tuple=True)
-                resolved += [self._on_device(place, args[0].device) for place in places]
+                resolved += [self._on_device(place, device) for place in places]
             else:
                 resolved.append(index)
-        return (args[0], resolved, *args[2:])
+        return resolved
 
 
 def on_host(leaf: Any) -> Any:
@@ -330,23 +261,6 @@ class _Properties:
 def fake_gpu() -> Iterator[FakeGpu]:
     """Inside, `torch.cuda` reports one GPU of compute capability 9.0, and `cuda:0` is fake."""
     gpu = FakeGpu()
-    apply, tolist = torch.nn.Module._apply, torch.Tensor.tolist
-
-    def moving(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        gpu.num_moving += 1
-        try:
-            return apply(module, *args, **kwargs)
-        finally:
-            gpu.num_moving -= 1
-
-    def one_wait(tensor: torch.Tensor) -> Any:
-        """Replaces FakeTensor's `tolist`, which fetches one element at a time."""
-        if not isinstance(tensor, FakeTensor):
-            return tolist(tensor)
-        if tensor.device.type == "cuda":
-            gpu.tally.wait("tolist")
-        return tolist(on_host(tensor))
-
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -354,23 +268,18 @@ def fake_gpu() -> Iterator[FakeGpu]:
         "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: _Properties,
-        "get_device_name": lambda device=None: _Properties.name,
-        "synchronize": lambda device=None: gpu.tally.wait("synchronize"),
+        "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "_lazy_init": lambda: None,
-        "is_bf16_supported": lambda *args, **kwargs: True,
         "mem_get_info": lambda device=None: (int(1e11), _Properties.total_memory),
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: gpu.tally.now["cuda"],
-        "memory_allocated": lambda device=None: gpu.tally.now["cuda"],
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         patch = mock.patch.object
-        stack.enter_context(patch(torch.nn.Module, "_apply", moving))
         stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
-        stack.enter_context(patch(FakeTensor, "tolist", one_wait))
         stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(gpu)
         yield gpu
@@ -646,17 +555,13 @@ def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Pr
             return policy.build_prompt(sample)
         return None
 
+    num_words = limit
     for num_pictures in range(max_pictures, -1, -1):
-        if prompt := prompt_of(0, num_pictures):
-            num_words = limit - len(prompt.token_ids)
-            while num_words > 0:
-                if longer := prompt_of(num_words, num_pictures):
-                    return longer
-                num_words = num_words * 9 // 10
-            return prompt
-    raise ValueError(
-        f"policy.max_prompt_tokens = {limit} is too small for the prompt's fixed text; raise it"
-    )
+        while num_words > 0 and prompt_of(0, num_pictures):
+            if prompt := prompt_of(num_words, num_pictures):
+                return prompt
+            num_words = num_words * 19 // 20
+    raise ValueError(f"policy.max_prompt_tokens = {limit} is too small for any prompt; raise it")
 
 
 def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Random) -> Any:
@@ -694,7 +599,7 @@ def _parts_of(config: RunConfig, name: str) -> list[str]:
 
 
 # ---- rehearsal report ----------------------------------------------------------------------------
-# What `rl rehearse` prints: memory beside the plan, operations, host waits, mixed dtypes.
+# What `rl rehearse` prints: memory beside the plan, operations.
 
 PLANNED = {
     "load": ("load",),
@@ -705,42 +610,17 @@ PLANNED = {
     "step": ("learn_step",),
 }
 """Phase of the memory plan -> its phases in a rehearsal."""
-NAMES = {
-    "picture": "a picture's first forward",
-    "condition": "condition",
-    "render": "render",
-    "reference": "prefetched reference, forwards",
-    "learn_reference": "reference",
-    "learn_forward": "forward of the learner",
-    "learn_backward": "backward",
-    "learn": "loss and metrics",
-    "learn_step": "optimizer step",
-    "export": "export of the weights",
-}
-"""Phase of a rehearsal -> its name in the report; what happens while models load is left out."""
-MAX_LINES = 30
 
 
-def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
-    """The report, at most 80 columns wide where paths allow it."""
-    tally = done.tally
+def lines(done: Rehearsed) -> Iterator[str]:
+    """The report, at most 80 columns wide."""
     yield (
         f"one rank, {done.num_groups} groups, {done.num_prompt_tokens} prompt tokens, "
         f"{done.num_pictures} pictures, {done.seconds:.0f} s"
     )
     yield from _memory(done)
-    yield "\nmatrix products, convolutions and attention, TFLOP"
-    for phase, name in NAMES.items():
-        if flops := tally.flops[phase]:
-            yield f"  {name:<32}{flops / 1e12:>9.1f}"
-    yield f"\nwaits of the host for the GPU: {done.num_groups} groups, {done.num_pictures} pictures"
-    for phase, name in NAMES.items():
-        if waits := tally.waits[phase]:
-            yield f"  {name}: {waits.total()}"
-            for line, number in waits.most_common(None if every_line else MAX_LINES):
-                yield f"    {number} x {line}"
-    yield "\nmixed dtypes, which a GPU refuses:" if tally.mixed_dtypes else "\nmixed dtypes: none"
-    yield from (f"  {number} x {line}" for line, number in tally.mixed_dtypes.most_common())
+    tflop = done.tally.flops.total() / 1e12
+    yield f"\nmatrix products, convolutions and attention: {tflop:.1f} TFLOP"
 
 
 def peaks_gb(done: Rehearsed) -> dict[str, float]:

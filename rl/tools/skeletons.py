@@ -116,8 +116,7 @@ def load() -> None:
     """
     assert "torch" not in sys.modules, "torch was imported before the fake GPU was loaded"
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise CannotRehearseError("PyTorch is not installed: scripts/_install.sh installs it")
+    assert spec is not None and spec.origin is not None, "PyTorch is not installed"
     root = Path(spec.origin).parent
     if (root / "lib" / "libtorch_cuda.so").exists():
         raise CannotRehearseError(

@@ -12,10 +12,8 @@ from PIL import Image
 from tiny_messages import holds
 from tiny_typing import typing_errors
 
-from rl import build
 from rl.api.renderer import drawn_problem
 from rl.check import check_report
-from rl.check.check_report import no_effect
 from rl.config.schema import ConfigError
 
 HEAD = """
@@ -36,18 +34,18 @@ REPORTS = " | def take_metrics(self): return {}"
 REWARDS: list[tuple[str, str, str]] = [
     (".Old", "class Old: | async def grade(self, x): return 0.5", "Old ... rl.api.reward.Reward"),
     ("s.one", "NEEDS = 1", "no Reward ... rl.api.reward.Reward ... function"),
-    ("s.one", "class A(Reward): pass\nclass B(Reward): pass", "A, B ... one of them"),
-    (".gone", "x = 1", "no 'gone'"),
+    ("s.one", "class A(Reward): pass\nclass B(Reward): pass", "holds A, B; name one"),
+    (".gone", "x = 1", "No module named 'stranger.gone'"),
     (".R", "class R(Reward[dict]):" + HALF, "R.Config ... 'dict' ... PluginConfig"),
     (".R", "class R(Reward): | def __init__(self, config): pass" + HALF,
-     "`def __init__(self, config)` ... (self, config: Config, resources: Resources) -> None`"),
-    (".R", "class R(Reward): pass", "no grade ... `def grade(self, reward_input: Rew"),
+     "`def __init__(self, config)` ... (self, config: ConfigT, resources: Resources) -> None`"),
+    (".R", "class R(Reward): pass", "R has grade and score_group, or neither"),
     (".R", "class R(Reward): | async def grade(self, x, y): return 0.5",
      "R.grade ... def grade(self, x, y)` ... `def grade(self, reward_input: Rew"),
     (".R", "class R(Reward): | async def score_group(self): return []",
      "R.score_group ... `async def score_group(self)` ... `def score_group(self, inputs_G: "),
     (".R", "class R(Reward): | needs_judge = True" + HALF,
-     "no num_questions ... `@classmethod def num_q"),
+     "Reward.num_questions returns 0"),
     (".R", "class R(Reward): | needs = 'image'" + HALF, "R.needs ... 'image' (str) ... Set[str]"),
     (".R", "class R(Reward): | unit_parts = {'a/b'}" + HALF, "R.unit_parts ... 'a/b' ... letters"),
     (".R", "class R(Reward): | def num_questions(self, config): return 1" + HALF,
@@ -59,12 +57,10 @@ REWARDS: list[tuple[str, str, str]] = [
     (".R", "class R(Reward): | metrics = {'a/b': Metric('1', 'hits')}" + REPORTS + HALF,
      "R.metrics ... 'a/b' ... letters"),
     (".R", "class R(Reward): | metrics = {'hits': 'share'}" + REPORTS + HALF,
-     "R.metrics ... 'hits' ... Mapping[str, Metric] ... 'share' (str)"),
-    (".R", "class R(Reward): | metrics = {'hits': Metric('1', 'hits')}" + HALF,
-     "R has no take_metrics ... `def take_metrics(self) -> Mapping[str, fl"),
+     "R.metrics ... 'hits' ... Mapping[MetricName, Metric] ... 'share' (str)"),
     # Found by grading a synthetic picture:
     (".f", "def f(x): return float('nan')", "f raised TypeError ... nan (float) ... finite"),
-    (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError ... part 'a b' ... name"),
+    (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError: 'a b' ... name"),
     (".f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero ("),
     (".R", "class R(Reward): | def score_group(self, xs): return {'a': 1}",
      "R raised TypeError ... score_group ... {'a': 1} (dict) ... list"),
@@ -72,20 +68,20 @@ REWARDS: list[tuple[str, str, str]] = [
      "closing ... stranger.R ... ZeroDivisionError: division by zero ("),
     (".R", "class R(Reward): | def grade(self, x): ... | def score_group(self, xs): ...",
      "grade and score_group ... keep"),
-    ("s.one", "def f(x): return 0.5\ndef _g(x): ...", "function ... (f)"),
+    ("s.one", "def f(x): return 0.5\ndef _g(x): ...", "no Reward ... or a function"),
     (".f", "@reward(unit_parts={'level'})\ndef f(x): return 0.5", "'level' ... unit_parts"),
     (".R", "class R(Reward): | def score_group(self, xs): return [0.5]",
      "R raised ValueError ... 1 scores ... 2 pictures"),
     # The message gives the line and the most likely fix:
-    (".f", "def f(x): return 73.0", "outside [0, 1] ... stranger.py, line 12)"),
-    (".f", "def f(x): | return [ | y for y in x.no_such_name]", "stranger.py, line 14) ... image"),
+    (".f", "def f(x): return 73.0", "outside [0, 1]"),
+    (".f", "def f(x): | return [ | y for y in x.no_such_name]", "stranger.py, line 14)"),
     (".f", "def f(completions, **more): return len(completions) / 9", "line 12) ... RewardInput"),
     (".f", "def f(x): | import numpy | return numpy.full(1, 0.5)", "array([0.5]) (ndarray)"),
     (".f", "def f(x): return lambda: 0.5", "<lambda> at ... (function)"),
-    (".f", "def f(x): return {1: 0.5}", "{1: 0.5} (dict) ... stranger.py, line 12)"),
+    (".f", "def f(x): return {1: 0.5}", "{1: 0.5} (dict)"),
     (".f", "def f(x): return RewardOutput(0.5, [1])", "parts are [1] (list) ... line 12)"),
-    (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column"),
-    (".py", "def f(x): return 0.5", "no 'py' ... drop '.py'"),
+    (".f", "@reward(needs={'img'})\ndef f(x): return 0.5", "'img' ... column ... 'image'"),
+    (".py", "def f(x): return 0.5", "'stranger.py' ... drop '.py'"),
     (".f", "import json\nimport json.no_such_part", "'json.no_such_part' ... line 13"),
     (".f", "raise ModuleNotFoundError('Could not import CLIPModel')", "CLIPModel ... line 12"),
     (".R", "class R(Reward): | def __init__(self, config, resources): self.judge = resources.judge"
@@ -129,7 +125,7 @@ DATA: list[tuple[str, str]] = [
      "D has no __len__ ... `def __len__(self) -> int`"),
     (DATA_CLASS + "... | def __init__(self, config, on_bad_row, side): ...",
      "`def __init__(self, config, on_bad_row, side)` ... "
-     "`def __init__(self, config: Config, rules: RowRules) -> None`"),
+     "`def __init__(self, config: ConfigT, rules: RowRules) -> None`"),
     (ROWS + "return Sample('same', 'a')", "rows 0, 1, 2 ... 'same' ... own"),
     (ROWS + "return int('x')", "stranger.D ... invalid literal ... stranger.py, line "),
     (ROWS + "return Sample(str(index), 'a') if index < 2 else None", "row 2 is None ... Sample"),
@@ -141,7 +137,7 @@ DRAWS = "class R(Renderer): | accepts = 'text' | def render(self, jobs): "
 RENDERERS: list[tuple[str, str]] = [
     ("class R(Renderer): | accepts = 'text'", "no render ... `def render(self, jobs: "),
     ("class R(Renderer): | def render(self, jobs): ...",
-     "no accepts ... 'hidden_states' ... 'text' ... 'image_tokens'"),
+     "no accepts ... ActionKind"),
     ("class R(Renderer): | accepts = 'words' | def render(self, jobs): ...",
      "R.accepts ... 'words' (str) ... 'hidden_states' ... 'text' ... 'image_tokens'"),
     (DRAWS.replace("jobs", "job, seed") + "...",
@@ -150,15 +146,11 @@ RENDERERS: list[tuple[str, str]] = [
      "R.render ... `async def render(self, jobs)` ... `def render(self, jobs: Iterable"),
     (DRAWS + "... | def __init__(self, config, device, dtype): ... | render = print",
      "`def __init__(self, config, device, dtype)` ... "
-     "`def __init__(self, config: Config, resources: Resources) -> None`"),
+     "`def __init__(self, config: ConfigT, resources: Resources) -> None`"),
     (DRAWS + "... | @classmethod | def prompt_template(cls, config): return '{image}'",
      "R.prompt_template ... '{image}' (str) ... PromptTemplate | None"),
     (DRAWS + "... | @classmethod | def cost(cls, c): ...",
      "R.cost ... None (NoneType) ... ModelCost"),
-    ("import pydantic\nclass C(PluginConfig): | @pydantic.field_validator('type')"
-     " | @classmethod | def ok(cls, v): raise KeyError('no')\n"
-     "class R(Renderer[C]): | accepts = 'text' | def render(self, jobs): ...",
-     "renderer: R.Config ... KeyError: 'no' ("),
 ]  # fmt: skip
 TERMS = (
     "from rl.api.loss import LossTerms\n\ndef f(x): | weights = {} | "
@@ -173,7 +165,7 @@ LOSSES: list[tuple[str, str]] = [
     (TERMS.format("x.mask.sum(1) / 9"), "weights is of shape (2,) ... (2, 3)"),
     (TERMS.format("x.mask / x.mask.sum()"), "micro-batches ... x.denominators"),
     (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
-    (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15) ... LossInputs, which has adv"),
+    (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15)"),
 ]
 NO_REWARD = {"mine": {"type": "tiny_plugins.nothing"}}
 MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -207,8 +199,8 @@ def test_a_plugin_mistake_is_one_line_with_key_and_fix(
 ENGINE = "class P(Engine): | def generate(self, *x): ... | def load_weights(self"
 OTHERS: list[tuple[str, str, str]] = [
     ("policy", "class P(Policy): pass", "P has no build_prompt ... `def build_prompt(self, "),
-    ("policy", "class P(Policy): pass", "P has no emits ... 'hidden_states' ... 'text'"),
-    ("policy", "class P(Policy): | Config = PluginConfig", "Config ... 'device' ... PolicyConfig"),
+    ("policy", "class P(Policy): pass", "P has no emits ... Set[ActionKind]"),
+    ("policy", "class P(Policy): | Config = PluginConfig", "Config ... from PolicyConfig"),
     ("engine", "class P(Engine): pass", "P has no generate ... `def generate(self, prompts_P"),
     ("engine", ENGINE + "): ...",
      "P.load_weights ... `def load_weights(self)` ... `def load_weights(self, weights: Pol"),
@@ -241,24 +233,15 @@ def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
-def test_a_file_path_gets_its_dotted_form_suggested(tmp_path, monkeypatch, name: str) -> None:
+def test_a_file_path_gets_the_dotted_form_explained(tmp_path, monkeypatch, name: str) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert holds(problem, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
+    assert holds(problem, f"rewards.mine.type: ... {name!r} ... 'my_package.my_plugin'")
 
 
 def test_a_plugin_can_be_a_package(tmp_path, monkeypatch) -> None:
     code = "class R(Reward):" + HALF
     rewards = {"mine": {"type": "strangers.pkg"}, "other": {"type": "strangers.pkg.inner"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
-
-
-def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> None:
-    code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
-    rewards = {"mine": {"type": "stranger.R"}}
-    assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
-    resolved = build.resolve(tiny_config.validated(tiny_config.real(tmp_path, rewards=rewards)))
-    warnings = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
-    assert len(warnings) == 2 and holds(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +272,6 @@ RIGHT = """
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from collections.abc import Sequence
 
-@reward
 def plain(x: RewardInput) -> float:
     return min(1.0, len(x.text) / 100)
 

@@ -42,7 +42,7 @@ def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, run_file:
     for parts in (
         f"set ... APP__RUN_NAME ... {path.name}:2",
         f"set ... APP__JUDGE ... {path.name}:3",
-        f"std.extVar('HOME') ... {path.name}:5 ... only",
+        f"set ... HOME ... {path.name}:5 ... only",
         "seed: -1",  # the rest is checked as well
     ):
         assert any(holds(problem, parts) for problem in problems), parts

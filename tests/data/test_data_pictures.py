@@ -153,7 +153,7 @@ def test_an_animation_gives_its_first_frame(kind):
 
 
 def test_absurd_sizes_are_refused_without_decoding():
-    with pytest.raises(UnusableError, match=r"300x16 px.* 256 px .data.max_image_side_px"):
+    with pytest.raises(UnusableError, match=r"300x16 px; sides have 8 to 256 px"):
         check_header(encoded(Image.new("L", (300, 16))), 256)
     with pytest.raises(UnusableError, match=r"7x9 px; sides have 8 to"):
         check_header(encoded(Image.new("L", (7, 9))), 256)

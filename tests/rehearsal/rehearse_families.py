@@ -18,7 +18,7 @@ def main(cases: list[str]) -> None:
     """`cases`: 'config', or 'config, planted fault'."""
     skeletons.load()
     from rl.config.schema import load_config
-    from rl.tools.rehearsal import NAMES, lines, peaks_gb, rehearse
+    from rl.tools.rehearsal import lines, peaks_gb, rehearse
 
     results = {}
     for case in cases:
@@ -37,8 +37,6 @@ def main(cases: list[str]) -> None:
         results[case] = {
             "rehearsed": peaks_gb(done),
             "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
-            "waits": {phase: done.tally.waits[phase].total() for phase in NAMES},
-            "mixed_dtypes": list(done.tally.mixed_dtypes),
             "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
             "text": list(lines(done)),
         }
@@ -51,17 +49,13 @@ def planted(fault: str) -> mock._patch[object]:
 
     predict = qwen_image_denoiser.Denoiser.velocity
 
-    def waits(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
-        float(latents.abs().max())
-        return predict(self, latents, conditioning, step)
-
     def float32(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
         return predict(self, latents.float(), conditioning, step)
 
     patch = mock.patch.object
     if fault == "on the CPU":
         return patch(qwen_image_denoiser.StepModulation, "to", lambda self, device: self)
-    changed = {"waits in each step": waits, "float32": float32}.get(fault, predict)
+    changed = float32 if fault == "float32" else predict
     return patch(qwen_image_denoiser.Denoiser, "velocity", changed)
 
 

@@ -1,5 +1,5 @@
-"""`rl rehearse` (an iteration on a fake GPU) with each model family: memory against the plan, waits
-of the host, planted faults. Skipped without g++."""
+"""`rl rehearse` (an iteration on a fake GPU) with each model family: memory against the plan,
+planted faults. Skipped without g++."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ FAMILIES = {
 of the sources grow with the layers (see benchmarks/results/rehearsals.md), and the `reference` of a
 full fine-tune, where the plan counts gradients of groups that are graded early."""
 FAULTS = {
-    "qwen_image_edit, on the CPU": ("error", "cuda:0 and cpu"),
-    "qwen_image_edit, float32": ("error", "torch.float32 but found torch.bfloat16"),
-    "qwen_image_edit, waits in each step": ("text", "2 x item: rl/renderers/qwen_image"),
+    "qwen_image_edit, on the CPU": "cuda:0 and cpu",
+    "qwen_image_edit, float32": "addmm of torch.bfloat16 and torch.float32",
 }
-"""Case -> (key of its results, text found there)."""
+"""Case -> part of its error."""
 MAX_DIFFERENCE = 0.05
-MAX_WAITS = {"picture": 5, "condition": 5, "learn": 5, "learn_backward": 0, "reference": 5}
-"""Waits of the host for the GPU that each phase of a group may have."""
-SLOW = ("qwen_image_edit", "sft_s__rl_s", "qwen_image_edit, waits in each step")
+SLOW = ("qwen_image_edit", "sft_s__rl_s", "qwen_image_edit, float32")
 OTHERS = [case for case in (*FAMILIES, *FAULTS) if case not in SLOW]
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="a rehearsal compiles 35 lines of C++"
@@ -75,21 +72,16 @@ def test_rehearsals(subtests: pytest.Subtests, cases: Iterable[str]) -> None:
     results = rehearsed(cases)
     for name in FAMILIES.keys() & results.keys():
         done, peaks = results[name], FAMILIES[name]
-        with subtests.test("memory equals the plan, and no dtypes mix", config=name):
-            assert done["mixed_dtypes"] == []
+        with subtests.test("memory equals the plan", config=name):
             for phase, real_gb in peaks.items():
                 difference = done["planned"][phase] - CONTEXT_GB - done["rehearsed"][phase]
                 assert abs(difference) < MAX_DIFFERENCE * real_gb, (phase, difference)
-        with subtests.test("the host waits at most five times a phase", config=name):
-            waits = done["waits"]
-            assert not {key: waits[key] for key, most in MAX_WAITS.items() if waits[key] > most}
         if name == "qwen_image_edit":
             with subtests.test("the FLOPs of a forward, by hand"):
                 assert 1 < done["tflop"]["learn_reference"] / forward_tflop() < 1.25
     for case in FAULTS.keys() & results.keys():
-        place, words = FAULTS[case]
         with subtests.test("a planted fault is found", case=case):
-            assert words in str(results[case][place])
+            assert FAULTS[case] in results[case]["error"]
 
 
 def forward_tflop() -> float:

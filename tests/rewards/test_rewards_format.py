@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from pydantic import ValidationError
 from tiny_rewards import grade_of
 
 from rl.rewards.accuracy import Format
@@ -52,14 +51,6 @@ def test_the_required_form_scores_1(text: str) -> None:
 def test_any_other_form_scores_0(text: str) -> None:
     grade = grade_of(Format, text)
     assert grade.value == 0.0 and grade.failure is None
-
-
-def test_the_tags_are_configurable() -> None:
-    text = "<plan>two</plan><final>4</final>"
-    assert grade_of(Format, text, think_tag="plan", answer_tag="final").value == 1.0
-    assert grade_of(Format, text).value == 0.0
-    with pytest.raises(ValidationError, match="think_tag"):
-        Format.Config(think_tag="<think>")
 
 
 def test_a_hostile_completion_is_read_in_linear_time() -> None:

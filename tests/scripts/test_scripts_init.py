@@ -1,10 +1,8 @@
-"""`rl init` writes configs without mistakes, from options or from answers at a terminal."""
+"""`rl init` writes configs without mistakes, from options."""
 
 from __future__ import annotations
 
-import builtins
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ SLOW = pytest.mark.slow
 def test_every_system_gets_a_config_without_mistakes(
     data: str, capsys: Any, arguments: list[str], expected: dict[str, Any]
 ) -> None:
-    assert init.main(["x.jsonnet", "--yes", *arguments]) == 0, capsys.readouterr().err
+    assert init.main(["x.jsonnet", *arguments]) == 0, capsys.readouterr().err
     assert holds(capsys.readouterr().out, "wrote x.jsonnet ... nothing is wrong ... rl train")
     config = load_config("x.jsonnet", env={})
     assert {key: getattr(config, key) for key in expected} == expected
@@ -64,32 +62,21 @@ def test_every_system_gets_a_config_without_mistakes(
 
 def test_what_cannot_be_written_is_refused(data: str, capsys: Any) -> None:
     for arguments, message in (
-        (["--system", "earl"], "--data is missing"),
-        (["--system", "edit", "--judge", "localhost"], "URL of the judge ... 'localhost'"),
+        (["--system", "edit", "--judge", "localhost"], "--judge: 'localhost' is not a URL"),
         (["--system", "edit", "--data", "no.jsonl"], "no.jsonl does not exist"),
-        (["--system", "edit", "--data", data, "--gpus", "x"], "number of GPUs: 'x'"),
-        (["--system", "prompts", "--data", data], "--held-out is missing"),
-        (["--name", "a b"], "name of the run: 'a b' is not made of letters, digits"),
+        (["--system", "edit", "--data", data, "--gpus", "x"], "--gpus: 'x' is not a whole number"),
+        (["--name", "a b"], "--name: 'a b' is not made of letters, digits"),
     ):
-        assert holds(refusal(init.main, ["--yes", *arguments]), message)
+        with pytest.raises(SystemExit):
+            init.main(arguments)
+        assert holds(capsys.readouterr().err, message)
+    assert "--data is missing" in refusal(init.main, ["--system", "earl"])
+    without = ["--system", "prompts", "--data", data]
+    assert "--held-out is missing" in refusal(init.main, without)
     Path("there.jsonnet").touch()
-    assert "there.jsonnet exists" in refusal(init.main, ["there.jsonnet", "--yes"])
-    small = ["y.jsonnet", "--yes", "--system", "reasoning", "--gpu-gb", "8", "--gpus", "1"]
+    assert "there.jsonnet exists" in refusal(init.main, ["there.jsonnet"])
+    small = ["y.jsonnet", "--system", "reasoning", "--gpu-gb", "8", "--gpus", "1"]
     assert holds(refusal(init.main, small), "rl check y.jsonnet ... DOES NOT FIT")
-
-
-def test_a_user_at_a_terminal_is_asked_again_after_a_wrong_answer(
-    data: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed = iter(["reasonig", "reasoning", "1", "24", "nowhere.jsonl", data, "", "mine"])
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(builtins, "input", lambda: next(typed))
-    assert init.main([]) == 0
-    printed = capsys.readouterr()
-    assert holds(printed.out, "number of GPUs [2]: ... held-out data ... [my-one-gpu-24gb]: ")
-    assert holds(printed.err, "did you mean 'reasoning'? ... nowhere.jsonl does not exist")
-    config = load_config("mine.jsonnet", env={})
-    assert (config.run_name, config.gpu_gb, config.data.train[0]["path"]) == ("mine", 24, data)
 
 
 @pytest.mark.slow

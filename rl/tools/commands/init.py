@@ -1,6 +1,5 @@
-"""Write a commented config for a run of your own; asks for each value that no option gives.
+"""Write a commented config for a run of your own.
 
-rl init
 rl init my.jsonnet --system edit --judge http://judge-host:4877
 rl init q.jsonnet --system reasoning --data my.jsonl --gpus 1 --gpu-gb 24
 """
@@ -11,14 +10,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rl import printing
 from rl.check import check_report
 from rl.check.this_machine import gpus
-from rl.config.loading import nearest, not_a_file
+from rl.config.loading import not_a_file
 from rl.config.schema import load_config
 from rl.data.rows import Lines
 from rl.files import write_atomically
@@ -93,19 +92,33 @@ SYSTEMS = {
         has_judge=True,
     ),
 }
-NAME, NUMBER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", r"[1-9]\d{0,5}"
-A_NUMBER = "a whole number above 0"
-QUESTIONS = {
-    "system": ("system", "|".join(SYSTEMS), "one of those above"),
-    "gpus": ("number of GPUs", NUMBER, A_NUMBER),
-    "gpu_gb": ("memory of each, GB", NUMBER, A_NUMBER),
-    "judge": ("URL of the judge", r"https?://[^\s/]\S*", "a URL like http://host:4877"),
-    "judge_model": ("the judge's model", r"\S+", "one word"),
-    "data": ("training data", r".*", ""),
-    "held_out": ("held-out data; empty: the last rows of the training data", r".*", ""),
-    "name": ("name of the run", NAME, "made of letters, digits, '.', '_' and '-'"),
-}
-"""Option -> (question, pattern of a right answer, that pattern in words)."""
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+
+
+def _like(pattern: str, words: str) -> Callable[[str], str]:
+    """For an option: its value, if that matches `pattern`, which is `words` in words."""
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+        return text
+
+    return checked
+
+
+def _count(text: str) -> int:
+    return int(_like(r"[1-9]\d{0,5}", "a whole number above 0")(text))
+
+
+def _data_path(text: str) -> str:
+    """A file or folder, or the id of a data set."""
+    problem = not_a_file(text)
+    if problem and not Path(text).is_dir() and not re.fullmatch(f"{NAME}/{NAME}", text):
+        problem += "; give a file, or the id of a data set on the hub"
+        raise argparse.ArgumentTypeError(f"{text} {problem}")
+    return text
+
+
 TEXT = """\
 // {title}.
 //
@@ -129,10 +142,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     printing.guard()
     parser = printing.Parser("rl init", __doc__)
     parser.add_argument("file", nargs="?", help="the config to write; default: <name>.jsonnet")
-    for name, (question, *_) in QUESTIONS.items():
-        choices = list(SYSTEMS) if name == "system" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, help=question)
-    parser.add_argument("--yes", action="store_true", help="ask nothing: take the defaults")
+    add = parser.add_argument
+    systems = ". ".join(f"{name}: {system.title}" for name, system in SYSTEMS.items())
+    add("--system", choices=list(SYSTEMS), default="quickstart", help=systems)
+    add("--gpus", type=_count, help="their number; default: those of this machine")
+    add("--gpu-gb", type=_count, help="memory of each, GB; default: of this machine's")
+    url = _like(r"https?://[^\s/]\S*", "a URL like http://host:4877")
+    add("--judge", type=url, default="http://localhost:4877", help="its URL")
+    model = "Qwen/Qwen3-VL-32B-Instruct-FP8"
+    add("--judge-model", type=_like(r"\S+", "one word"), default=model, help="its model")
+    kinds = "; ".join(f"{name}: {kind}" for name, kind in DATA.items())
+    add("--data", type=_data_path, default="", help=kinds)
+    held_out = "default: the last rows of the training data, where these can be split"
+    add("--held-out", type=_data_path, default="", help=held_out)
+    name = _like(NAME, "made of letters, digits, '.', '_' and '-'")
+    add("--name", type=name, help="of the run; default: from the file's name")
     args = parser.parse_args(arguments)
     file, text = written(args)
     write_atomically(file, text)
@@ -150,16 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def written(args: argparse.Namespace) -> tuple[Path, str]:
     """(the config's file, its text). Raises ValueError for an answer that cannot be used."""
-    if args.file and Path(args.file).exists():
-        raise ValueError(f"{args.file} exists; name another file: rl init FILE")
-    if args.system is None:
-        print(*(f"  {name:<11} {each.title}" for name, each in SYSTEMS.items()), sep="\n")
-    system = SYSTEMS[answer(args, "system", "quickstart")]
+    system = SYSTEMS[args.system]
     base, keys = system.config, []
     if system.data:
         sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
-        num = int(answer(args, "gpus", str(len(sizes) or system.gpus)))
-        gb = int(answer(args, "gpu_gb", str(min(sizes, default=system.gpu_gb))))
+        num = args.gpus or len(sizes) or system.gpus
+        gb = args.gpu_gb or min(sizes, default=system.gpu_gb)
         if system.one_gpu and (num == 1 or gb < 80):
             base = system.one_gpu
         elif system.on_large_gpus:
@@ -167,55 +187,30 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
         keys += [f"world_size: {num},  // GPUs", f"gpu_gb: {gb},  // memory of each, GB"]
         keys += _data(args, system)
     if system.has_judge:
-        url = answer(args, "judge", "http://localhost:4877")
-        model = answer(args, "judge_model", "Qwen/Qwen3-VL-32B-Instruct-FP8")
         keys.append("judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one")
-        keys += [f"  api_base: {_quoted(url)},", f"  model: {_quoted(model)},", "},"]
+        keys += [
+            f"  api_base: {_quoted(args.judge)},",
+            f"  model: {_quoted(args.judge_model)},",
+            "},",
+        ]
     stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"
-    name = answer(args, "name", stem if re.fullmatch(NAME, stem) else "my-run")
+    name = args.name or (stem if re.fullmatch(NAME, stem) else "my-run")
     file = Path(args.file or f"{name}.jsonnet")
     if file.exists():
-        raise ValueError(f"{file} exists; give another name")
+        raise ValueError(f"{file} exists; name another file: rl init FILE")
     lines = "".join(f"  {key}\n" for key in keys)
     return file, TEXT.format(title=system.title, file=file, base=base, name=name, keys=lines)
 
 
-def answer(args: argparse.Namespace, name: str, default: str | None, question: str = "") -> str:
-    """The option's value, else what the user types at a terminal, else the default. Raises
-    ValueError if that is wrong, or if it is missing (default None) and nobody can be asked."""
-    question, option = question or QUESTIONS[name][0], getattr(args, name)
-    is_asking = option is None and sys.stdin.isatty() and not args.yes
-    while True:
-        text = default if option is None else option
-        if is_asking:
-            printing.show(f"{question}{f' [{default}]' if default else ''}: ", "bold", end="")
-            text = input().strip() or default
-        if text is None:
-            problem = f"--{name.replace('_', '-')} is missing: {question}"
-        elif not re.fullmatch(QUESTIONS[name][1], text):
-            hint = f"; {nearest(text, list(SYSTEMS))}" if name == "system" else ""
-            problem = f"{question}: {text!r} is not {QUESTIONS[name][2]}{hint}"
-        elif (
-            (text and name in ("data", "held_out"))
-            and not (Path(text).is_dir() or re.fullmatch(f"{NAME}/{NAME}", text))
-            and (gone := not_a_file(text))
-        ):
-            problem = f"{text} {gone}; give a file, or the id of a data set on the hub"
-        else:
-            return text
-        if not is_asking:
-            raise ValueError(problem)
-        printing.complain(problem)
-
-
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
-    question = f"data ({DATA[system.data]})"
-    train = answer(args, "data", "" if system.has_data else None, question)
+    train, held_out = args.data, args.held_out
+    if not train and not system.has_data:
+        raise ValueError(f"--data is missing: {DATA[system.data]}")
     if not train:
         return []
-    default, question = ("", "") if system.can_split else (None, "held-out data")
-    held_out = answer(args, "held_out", default, question)
+    if not held_out and not system.can_split:
+        raise ValueError("--held-out is missing: this data cannot be split")
     is_jsonl = train.endswith(".jsonl")
     rows = Lines(Path(train)) if is_jsonl else ()
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
