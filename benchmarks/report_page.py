@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from rl.tools.report.page import write_page
+from rl.tools.report.page import Page
 
 WORDS = ("turn", "the large", "red", "square", "in the upper left", "into", "a", "blue circle")
 NUM_TOKENS = 160
@@ -94,15 +94,15 @@ def evaluation(rng: random.Random, folder: Path, iteration: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measure(run_dir: Path) -> None:
+def measure(pages: Page) -> None:
     """Writes the page; prints its size and the seconds."""
     began_s = time.perf_counter()
-    page, pages = write_page(run_dir)
+    page = pages.write()
     seconds = time.perf_counter() - began_s
-    data = sorted((run_dir / "report" / "data").glob("*.js"), key=lambda path: path.stat().st_size)
+    data = sorted((page.parent / "data").glob("*.js"), key=lambda path: path.stat().st_size)
     total_mb = sum(path.stat().st_size for path in data) / 1e6
     print(
-        f"made in {seconds:.1f} s: {pages.num_written} pages written; index.html "
+        f"made in {seconds:.1f} s: index.html "
         f"{page.stat().st_size / 1e6:.2f} MB; {len(data)} data pages, {total_mb:.0f} MB, the "
         f"largest {data[-1].stat().st_size / 1e3:.0f} KB"
     )
@@ -134,9 +134,10 @@ def main(folder: str, *sizes: str) -> None:
     num_iterations, num_groups, num_completions = map(int, sizes or ("1000", "8", "8"))
     run_dir = Path(folder)
     write_run(run_dir, range(1, num_iterations + 1), num_groups, num_completions)
-    measure(run_dir)
+    pages = Page(run_dir)
+    measure(pages)
     write_run(run_dir, range(num_iterations + 1, num_iterations + 2), num_groups, num_completions)
-    measure(run_dir)
+    measure(pages)
     open_page(run_dir / "report" / "index.html")
 
 

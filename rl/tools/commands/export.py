@@ -48,7 +48,7 @@ from rl.progress import weights_counted
 from rl.record import publish
 from rl.record.checkpoint import MODEL_CARD
 from rl.record.publish import OWN_WORDS, PIPELINES, Evidence, Form, Shown, at, model_card
-from rl.tools.notebook import Row, as_row
+from rl.tools.notebook import Row
 from rl.tools.report import reading
 from rl.tools.report.page import Change, changes_of, learnt
 from rl.tools.report.reading import Evaluation, points
@@ -84,7 +84,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     ungraded = [share for _, share in points(metrics, "status/ungraded")]
     drift = points(metrics, "drift/alarm")
     pairs = [
-        tuple(as_row(run.records[identity], run.iteration, run.folder) for run in evaluations)
+        tuple(Row(run.records[identity], run.iteration, run.folder) for run in evaluations)
         for identity in before.records
         if identity in after.records
     ]
