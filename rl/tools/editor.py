@@ -374,8 +374,8 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
     is_picture = Path(instruction or "").suffix.lower() in PICTURES
     if instruction is None or (is_picture and not not_a_file(Path(instruction))):
         raise ValueError(
-            f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
-            "'your words'"
+            f"{instruction or path}: say what to do with it; the instruction comes last: "
+            f"rl edit --run RUN {instruction or path} 'your words'"
         )
     if len(paths) == 1 and path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)

@@ -261,7 +261,7 @@ WRONG = [
     (["--run", "nowhere", "{}"], "nowhere does not exist; there are no runs"),
     (["--device", "cuda:77", "{}"], "--device cuda:77 cannot be used: .*; try --device cpu"),
     (["https://x.org/a.png", "red"], "https://x.org/a.png is a URL: download"),
-    (["erase it", "{file}"], "the instruction comes last: .*a.png 'erase it'"),
+    (["erase it", "{file}"], "the instruction comes last: .*a.png 'your words'"),
     (["{text}", "red"], "b.png is none of PNG"),
 ]
 
