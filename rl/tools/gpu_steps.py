@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLQwenImage
 
 from rl import build
 from rl.algorithm.attention_kernels import CPU, PLAIN, Kernel, choose_kernel
@@ -366,7 +365,9 @@ def _vae_errors(setup: Setup, vae: Any) -> dict[str, float]:
     path, *overrides = setup.words("quickstart")
     origin = qwen_image_loop.origin_of(build.resolve(load_config(path, overrides)).renderer.config)
     dtype = getattr(torch, setup.dtype)
-    stock = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", torch_dtype=dtype, **origin)
+    loop: Any = qwen_image_loop  # which imports diffusers
+    stock_class = loop.stock.AutoencoderKLQwenImage
+    stock = stock_class.from_pretrained(subfolder="vae", torch_dtype=dtype, **origin)
     stock, mean, std = (x.cpu().double() for x in (stock, vae.mean, vae.std))
     pixels, latents = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1), drawn(vae.mean, 2, 16, 4, 6)
     latents = latents[:, : mean.shape[1]]
