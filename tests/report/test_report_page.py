@@ -17,6 +17,8 @@ from tiny_report import EVIL, data_of, write_run
 from rl.files import json_line
 from rl.run.metric_table import METRICS, doc_of
 from rl.tools.commands import report
+from rl.tools.report import page as pages
+from rl.tools.report import reading
 from rl.tools.report.page import MAIN_METRICS, Page, alarms, learnt, times
 from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
 
@@ -137,6 +139,15 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
     with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
         Page(run_dir).write()
     assert theirs.stat().st_mtime_ns == before
+
+
+def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pages, "MAX_WAIT_S", 0.1)
+    with reading.locked(reading.own_folder(run_dir / "report") / ".lock", 0.0):
+        with pytest.raises(ValueError, match="another process"):
+            Page(run_dir).write()
+        assert not (run_dir / "report/index.html").exists()
+    Page(run_dir).write()
 
 
 def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None:

@@ -50,7 +50,7 @@ from rl.ranks.signals import leave
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
 from rl.tools.report.page import MAIN_METRICS, Page
-from rl.tools.report.reading import find_run, locked, named_rows
+from rl.tools.report.reading import BusyError, find_run, locked, named_rows
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""
@@ -188,7 +188,7 @@ class PageView(View):
 
     def send(self, rows: Sequence[Metrics]) -> None:
         if any(name.startswith("eval/") for row in rows for name in row):
-            with suppress(OSError):  # the disk is full
+            with suppress(BusyError, OSError):  # another report writes it; the disk is full
                 self.close()
 
     def close(self) -> str:

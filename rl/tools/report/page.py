@@ -34,6 +34,7 @@ from rl.tools.report.reading import (
     groups_of,
     histogram,
     is_control,
+    locked,
     named_rows,
     number,
     own_folder,
@@ -260,6 +261,7 @@ def alarms(
 # scripts, not modules or `fetch`.
 
 CHUNK = 20
+MAX_WAIT_S = 30.0
 NUM_REWARD_BINS, NUM_ADVANTAGE_BINS = 21, 25
 """Bins of the histograms: rewards 0 to 1 in steps of 0.05, advantages -3 to 3 in steps of 0.25."""
 MAIN_METRICS = {
@@ -316,8 +318,13 @@ class Page:
 
     def write(self) -> Path:
         """Returns the path of `index.html`, which loads only files beside it and escapes all text.
-        Raises ValueError if anything in the folder is a link."""
+        Raises ValueError if anything in the folder is a link, BusyError if another process writes
+        it for more than `MAX_WAIT_S`."""
         folder = own_folder(self.run_dir / "report")
+        with locked(folder / ".lock", MAX_WAIT_S):
+            return self._write_all(folder)
+
+    def _write_all(self, folder: Path) -> Path:
         self._pieces = Pieces(read_config(self.run_dir))
         damaged = self._write_evaluations()
         self._write_iterations()

@@ -264,7 +264,7 @@ _POLL_S = 0.1
 
 
 class BusyError(ValueError):
-    """Another process follows the same run."""
+    """Another process writes the same page, or follows the same run."""
 
 
 def own_folder(folder: Path) -> Path:
