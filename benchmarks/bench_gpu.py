@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from rl import printing
 from rl.tools import gpu_checks
-from rl.tools.gpu_checks import ALONE, Step
+from rl.tools.gpu_checks import Step
 
 
 def _case(name: str, function: str, limit_s: float, *arguments: str, package: str = "") -> Step:
     function = f"benchmarks.{function}"
-    return Step(name, function, limit_s, arguments, gb=ALONE, package=package)
+    return Step(name, function, limit_s, arguments, is_alone=True, package=package)
 
 
 CASES = (

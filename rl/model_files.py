@@ -305,7 +305,7 @@ class Base:
 def noted(base: Base, model_class: str) -> dict[str, Any]:
     """The keys of an adapter_config.json that name its base, a transformers `model_class`. The
     task type is None: with one, PEFT's Auto classes would load a class that reads no pictures."""
-    our_keys = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: loading.ADAPTER}
+    our_keys = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: loading.ADAPTER_FORMAT}
     return {
         NAME: base.path,
         "revision": base.revision,
@@ -336,7 +336,7 @@ def read_config(adapter: Path) -> dict[str, Any]:
         )
     mapping = config.get(MAPPING)
     number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
-    if problem := loading.refusal(str(file), number, loading.ADAPTER):
+    if problem := loading.refusal(str(file), number, loading.ADAPTER_FORMAT):
         raise ValueError(problem)
     return config
 

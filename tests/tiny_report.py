@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,14 @@ def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) 
             }
         )
     write_lines(directory / "records.jsonl", rows)
+
+
+def data_of(run_dir: Path, name: str) -> Any:
+    """The value that a data file passes to the page's scripts. A file is exactly one call."""
+    text = (run_dir / "report/data" / f"{name}.js").read_text("utf-8")
+    match = re.fullmatch(r'page\.data\("[a-z0-9_]+",(.*)\);\n', text, re.DOTALL)
+    assert match is not None, text[:200]
+    return json.loads(match[1])
 
 
 def write_lines(file: Path, rows: Sequence[Any]) -> None:

@@ -15,9 +15,27 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rl.tools.commands.follow import wandb_records
-
 KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a .wandb file, which is a LevelDB log: blocks of 32 KiB of pieces, each
+    with a head of 7 bytes (checksum 4, length 2, kind 1); a record is one piece (kind 1), or the
+    first (2), middle (3) and last one (4)."""
+    block, head, at, record = 32_768, 7, 7, b""  # the file begins with a head of its own
+    while at + head <= len(data):
+        left = block - at % block
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if left < head or kind == 0:  # the rest of a block is empty
+            at += left
+            continue
+        piece = data[at + head : at + head + length]
+        if len(piece) < length:
+            return
+        record, at = record + piece, at + head + length
+        if kind in (1, 4):
+            yield record
+            record = b""
 
 
 def records(run_dir: Path) -> list[Record]:

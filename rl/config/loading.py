@@ -395,12 +395,12 @@ def _message(error: str, path: Path) -> str:
 # ---- formats -------------------------------------------------------------------------------------
 # Format numbers of files; one rises if a name or meaning changes, not for a key with a default.
 
-CONFIG = 3
+CONFIG_FORMAT = 3
 """The only format of configs and run folders that this version reads. A config has it as its key
 `format` (missing: the current format), a run folder in its config.json (missing: 1)."""
-CHECKPOINT = 1
+CHECKPOINT_FORMAT = 1
 """`format` of state.json."""
-ADAPTER = 2
+ADAPTER_FORMAT = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
@@ -514,7 +514,7 @@ def use_of_gone_keys(gone: Mapping[str, Any]) -> list[str]:
 def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     """A run's stored config, without `GONE_KEYS`; `label` is its name in messages. Raises
     ValueError if it has another format."""
-    if problem := refusal(label, number_of(config), CONFIG, oldest=CONFIG):
+    if problem := refusal(label, number_of(config), CONFIG_FORMAT, oldest=CONFIG_FORMAT):
         raise ValueError(problem)
     return without_gone_keys(config)[0]
 

@@ -416,7 +416,7 @@ class RenderPoolConfig(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    format: Annotated[int, Field(ge=1)] = loading.CONFIG
+    format: Annotated[int, Field(ge=1)] = loading.CONFIG_FORMAT
     """Version of the config's keys; any but the present version is refused."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
@@ -539,8 +539,10 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
-    number = values.get("format", loading.CONFIG)
-    if other_format := loading.refusal(str(path), number, loading.CONFIG, loading.CONFIG):
+    number = values.get("format", loading.CONFIG_FORMAT)
+    if other_format := loading.refusal(
+        str(path), number, loading.CONFIG_FORMAT, loading.CONFIG_FORMAT
+    ):
         raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if loading.is_earls(values, required):

@@ -304,7 +304,7 @@ def _write_files(point: ResumePoint, folder: Path) -> None:
         torch.save(dict(rng), buffer)
         (folder / _rng_name(rank)).write_bytes(buffer.getvalue())
     state = {
-        "format": loading.CHECKPOINT,
+        "format": loading.CHECKPOINT_FORMAT,
         "iteration": point.iteration,
         "world_size": len(point.rng_by_rank),
         "meta": point.meta,
@@ -478,7 +478,10 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
 
 def format_problem(folder: Path) -> str:
     """Why this version cannot read the format of that run folder or checkpoint; '' if it can."""
-    for file, known in (("config.json", loading.CONFIG), ("state.json", loading.CHECKPOINT)):
+    for file, known in (
+        ("config.json", loading.CONFIG_FORMAT),
+        ("state.json", loading.CHECKPOINT_FORMAT),
+    ):
         row = (read_object(folder / file) if (folder / file).exists() else None) or {}
         if problem := loading.refusal(str(folder), loading.number_of(row), known, known):
             return problem

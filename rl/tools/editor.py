@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -24,10 +22,10 @@ from rl.api.engine import Engine
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import Policy
 from rl.api.types import Episode, Prompt, Sample, Status
-from rl.config.loading import not_a_file, printable, validate
+from rl.config.loading import not_a_file, validate
 from rl.config.schema import RunConfig
 from rl.data.rows import Lines, UnusableError, load_image
-from rl.files import over_white, png_bytes, write_atomically
+from rl.files import png_bytes, side_by_side, write_atomically
 from rl.judge.http import BackgroundLoop
 from rl.printing import scrubbed
 from rl.ranks.dist import Dist
@@ -38,7 +36,6 @@ from rl.run.evaluation import STOCK, SetWeights, own_words, score, write
 from rl.tools.trained import Trained, config_for_use, load_trained, pick_device
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from PIL.Image import Image
 
 # ---- editor --------------------------------------------------------------------------------------
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
 
 ImageOrPath = Union["Image", Path, str]
 """A picture, or its file."""
-Size = tuple[int, int]
-"""(width, height), px."""
 OWN_WORDS, UNTRAINED = BARE, "before"
 """Names of two variants drawn beside the edit: from the user's instruction, and from the words of
 the untrained policy. The third is `STOCK`."""
@@ -76,7 +71,7 @@ class EditRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class Arm:
+class Variant:
     """The edit, or one of the variants drawn for comparison with it."""
 
     words: str
@@ -94,8 +89,6 @@ class EditResult:
     request: EditRequest
     sources: tuple[Image, ...]
     """RGB, upright, before the policy's own scaling."""
-    original_sizes_px: tuple[Size | None, ...]
-    """Size of each picture before it was scaled down; None: it was not scaled."""
     words: str
     """What the policy wrote for the renderer or, if the run has none, its answer."""
     thought: str
@@ -104,7 +97,7 @@ class EditResult:
     """RGB; None: nothing was drawn."""
     failure: str | None
     """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
-    arms: Mapping[str, Arm] = field(default_factory=dict)
+    variants: Mapping[str, Variant] = field(default_factory=dict)
     """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that variant; all share the noise."""
     seed: int = 0
     noise_seed: int = 0
@@ -114,11 +107,9 @@ class EditResult:
     """The request's share of its batch's time."""
 
 
-def sample_of(
-    request: EditRequest, rules: RowRules, needs_picture: bool
-) -> tuple[Sample, tuple[Size | None, ...]]:
-    """The request as a sample, and each picture's original size if it was scaled down. Raises
-    ValueError for a request that cannot be edited. `needs_picture`: the renderer's."""
+def sample_of(request: EditRequest, rules: RowRules, needs_picture: bool) -> Sample:
+    """The request as a sample. Raises ValueError for one that cannot be edited. `needs_picture`:
+    the renderer's."""
     if not request.instruction.strip():
         raise ValueError("the instruction is empty; say what the picture should show")
     images = request.images
@@ -129,14 +120,12 @@ def sample_of(
             f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
             f"{rules.pictures_remedy}"
         )
+    side_px, is_transparent = rules.max_image_side_px, rules.keeps_transparency
     try:
-        pictures = [
-            load_image(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
-        ]
+        sources = tuple(load_image(image, side_px, is_transparent)[0] for image in images)
     except UnusableError as error:
         raise ValueError(str(error)) from error
-    sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
-    return sample, tuple(size_px for _, size_px in pictures)
+    return Sample(request.id, request.instruction, sources)
 
 
 class Editor:
@@ -239,14 +228,14 @@ class Editor:
         instruction: str,
         *,
         seed: int = 0,
-        arms: bool = False,
+        variants: bool = False,
     ) -> EditResult:
         """Make one edit of one picture or of several. Raises ValueError if a picture cannot be read
         or the request is invalid; the result's `failure` reports a failure of the policy or the
         renderer. For many requests, use `edit_stream`."""
         request = EditRequest(instruction, image)
         self._sample(request)
-        [result] = self.edit_stream([request], seed=seed, arms=arms)
+        [result] = self.edit_stream([request], seed=seed, variants=variants)
         return result
 
     def edit_stream(
@@ -255,7 +244,7 @@ class Editor:
         *,
         batch_size: int = 8,
         seed: int = 0,
-        arms: bool = False,
+        variants: bool = False,
     ) -> Iterator[EditResult]:
         """Yield one result per request, in order, as soon as its batch is done.
 
@@ -267,43 +256,41 @@ class Editor:
             requests: taken a batch at a time.
             batch_size: requests sampled and drawn together, >= 1.
             seed: for the sampling of words and for the noise.
-            arms: also draw the variants of `EditResult.arms`; each costs as much as the edit.
+            variants: also draw those of `EditResult.variants`; each costs as much as the edit.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
         remaining = iter(requests)
         batches = iter(lambda: list(islice(remaining, batch_size)), [])
-        return (result for batch in batches for result in self._edit_batch(batch, seed, arms))
+        return (result for batch in batches for result in self._edit_batch(batch, seed, variants))
 
     def _edit_batch(
-        self, requests_B: Sequence[EditRequest], seed: int, arms: bool
+        self, requests_B: Sequence[EditRequest], seed: int, variants: bool
     ) -> list[EditResult]:
         began = time.monotonic()
         results: dict[int, EditResult] = {}
-        prepared: dict[int, tuple[Prompt, tuple[Size | None, ...]]] = {}
+        prompts: dict[int, Prompt] = {}
         for b, request in enumerate(requests_B):
             try:
-                sample, original_sizes_px = self._sample(request)
+                sample = self._sample(request)
                 if "source_codes" in self.policy.needs:
                     [sample] = self._context.renderer.encode_sources([sample], self._area_px)
-                prepared[b] = self.policy.build_prompt(sample), original_sizes_px
+                prompts[b] = self.policy.build_prompt(sample)
             except ValueError as error:  # only this request fails
-                results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
-        prompts = {b: prompt for b, (prompt, _) in prepared.items()}
-        drawn = self._draw(prompts, seed, arms) if prompts else {}
+                results[b] = EditResult(request, (), "", "", None, str(error), seed=seed)
+        drawn = self._draw(prompts, seed, variants) if prompts else {}
         seconds = (time.monotonic() - began) / max(1, len(prompts))
-        for b, (prompt, original_sizes_px) in prepared.items():
-            variants = {name: self._arm(of_b[b]) for name, of_b in drawn.items() if b in of_b}
-            edit, episode = variants.pop(POLICY), drawn[POLICY][b]
+        for b, prompt in prompts.items():
+            shown = {name: self._variant(of_b[b]) for name, of_b in drawn.items() if b in of_b}
+            edit, episode = shown.pop(POLICY), drawn[POLICY][b]
             results[b] = EditResult(
                 requests_B[b],
                 prompt.sample.sources,
-                original_sizes_px,
                 edit.words,
                 episode.action.thought,
                 edit.image,
                 edit.failure,
-                variants,
+                shown,
                 seed,
                 episode.noise_seed,
                 episode.completion.token_ids,
@@ -312,7 +299,7 @@ class Editor:
             )
         return [results[b] for b in range(len(requests_B))]
 
-    def _sample(self, request: EditRequest) -> tuple[Sample, tuple[Size | None, ...]]:
+    def _sample(self, request: EditRequest) -> Sample:
         return sample_of(request, self._rules, self.needs_picture)
 
     @cached_property
@@ -323,15 +310,15 @@ class Editor:
         return self.trained.source_area_px() if self.trained else 512 * 512
 
     def _draw(
-        self, prompts: Mapping[int, Prompt], seed: int, arms: bool
+        self, prompts: Mapping[int, Prompt], seed: int, variants: bool
     ) -> dict[str, dict[int, Episode]]:
         """For each request the episodes, not graded, of `POLICY`, the edit, and of the others."""
         context = replace(self._context, config=self.config.model_copy(update={"seed": seed}))
-        variants = {POLICY: write(context, self._engine, prompts)}
-        if not arms:
-            return score(context, variants, self._dist)
-        variants[OWN_WORDS] = own_words(context, prompts)
-        drawn = score(context, variants, self._dist)
+        trained = {POLICY: write(context, self._engine, prompts)}
+        if not variants:
+            return score(context, trained, self._dist)
+        trained[OWN_WORDS] = own_words(context, prompts)
+        drawn = score(context, trained, self._dist)
         policy, engine, weights = self._untrained
         context = replace(context, policy=policy)
         with weights():
@@ -350,11 +337,11 @@ class Editor:
         base = self.config.model_copy(update={"policy": dict(self._base_policy)})
         return *self._load(base), nullcontext
 
-    def _arm(self, episode: Episode) -> Arm:
+    def _variant(self, episode: Episode) -> Variant:
         words = episode.action.words.strip()
         # Nothing is graded here, so UNGRADED is not a failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
-        return Arm(words, episode.image, episode.failure if failed else None)
+        return Variant(words, episode.image, episode.failure if failed else None)
 
 
 # ---- edit files ----------------------------------------------------------------------------------
@@ -366,22 +353,6 @@ PICTURES = frozenset(
 """File name endings of the pictures that are taken from a folder."""
 MAX_NAME_CHARS = 60
 PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
-PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
-"""Side of a picture, height of the text below it, height of the title above the row, inches."""
-DPI = 110
-CRISP_BELOW_PX = 256
-"""Pictures smaller than this are enlarged pixel by pixel."""
-WORDS_CHARS, WORDS_LINES = 34, 4
-"""Limits of the text below a picture."""
-TRAINED = ""
-TITLES = {
-    UNTRAINED: "before training",
-    TRAINED: "after training",
-    OWN_WORDS: "your words as they are",
-    STOCK: "the stock pipeline",
-}
-FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei")
-"""Matplotlib looks for each character in those of these fonts that are installed, in order."""
 
 
 def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
@@ -402,11 +373,9 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
         return _requests_in(path, instruction)
     is_picture = Path(instruction or "").suffix.lower() in PICTURES
     if instruction is None or (is_picture and not not_a_file(Path(instruction))):
-        if len(paths) == 1 and instruction is not None and not_a_file(path):
-            raise ValueError(f"the instruction comes last: {instruction} {str(path)!r}")
         raise ValueError(
-            f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
-            "'your words'"
+            f"{instruction or path}: say what to do with it; the instruction comes last: "
+            f"rl edit --run RUN {instruction or path} 'your words'"
         )
     if len(paths) == 1 and path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
@@ -485,80 +454,25 @@ def free_stem(folder: Path, request: EditRequest) -> Path:
 
 
 def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
-    """Write picture, sheet (if others were drawn) and JSON; returns their paths in this order."""
+    """Write the picture and JSON; if other variants were drawn, also their pictures, and a sheet of
+    all in a row. Returns the files' paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    written: dict[str, Path] = {}
+    pictures = {name: variant.image for name, variant in result.variants.items()}
+    drawn = {name: image for name, image in pictures.items() if image is not None}
     if result.image is not None:
-        written["picture"] = stem.with_name(f"{stem.name}.png")
-        write_atomically(written["picture"], png_bytes(result.image))
-        if result.arms:
-            written["sheet"] = stem.with_name(f"{stem.name}_sheet.png")
-            write_atomically(written["sheet"], draw_sheet(result, str(editor.trained or "")))
-    files = {name: file.name for name, file in written.items()}
+        row = (*result.sources, result.image, *drawn.values())
+        sheet = {"sheet": side_by_side(row)} if drawn else {}
+        drawn = {"picture": result.image, **drawn, **sheet}
+    files = {
+        name: stem.with_name(stem.name + ("" if name == "picture" else f"_{name}") + ".png")
+        for name in drawn
+    }
+    for name, image in drawn.items():
+        write_atomically(files[name], png_bytes(image))
     json_file = stem.with_name(f"{stem.name}.json")
-    text = json.dumps(scrubbed(as_json(editor, result, files)), indent=2, ensure_ascii=False)
-    write_atomically(json_file, f"{text}\n")
-    return [*written.values(), json_file]
-
-
-def draw_sheet(result: EditResult, made_by: str) -> bytes:
-    """PNG: the sources and the drawn pictures, each above its text. `made_by`: the run and how far
-    it was trained."""
-    import matplotlib
-
-    matplotlib.rcdefaults()  # a `matplotlibrc` in the working folder could start LaTeX
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib import font_manager
-
-    panels: list[tuple[Image | None, str, str | None]] = []
-    for number, source in enumerate(result.sources, 1):
-        title = "source" if len(result.sources) == 1 else f"source {number}"
-        # The instruction is under the last source, next to the drawn pictures.
-        text = result.request.instruction if number == len(result.sources) else None
-        panels.append((source, title, text))
-    edit = Arm(result.words, result.image, result.failure)
-    for name, title in TITLES.items():
-        arm = edit if name == TRAINED else result.arms.get(name)
-        if arm is not None:
-            panels.append((arm.image, title, arm.failure or arm.words))
-    installed = {font.name for font in font_manager.fontManager.ttflist}
-    fonts = [name for name in FONTS if name in installed]
-    height_in = TITLE_IN + PANEL_IN + WORDS_IN
-    with plt.rc_context({"font.family": fonts or ["sans-serif"]}):
-        figure = plt.figure(figsize=(PANEL_IN * len(panels) + 0.4, height_in), dpi=DPI)
-        grid = figure.add_gridspec(1, len(panels))
-        top, bottom = 1 - TITLE_IN / height_in, WORDS_IN / height_in
-        grid.update(left=0.02, right=0.98, top=top, bottom=bottom, wspace=0.06)
-        for number, contents in enumerate(panels):
-            _draw_panel(figure.add_subplot(grid[0, number]), *contents)
-        figure.text(
-            0.02,
-            1 - 0.32 / height_in,
-            printable(f"{made_by}, seed {result.seed}"),
-            fontsize=11,
-            color="0.35",
-            parse_math=False,
-        )
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        plt.close(figure)
-    return buffer.getvalue()
-
-
-def _draw_panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None:
-    axes.axis("off")
-    axes.set_title(printable(title), fontsize=13)
-    if image is not None:
-        crisp = max(image.size) < CRISP_BELOW_PX
-        axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
-    if text is not None:
-        words = printable(text, keep="\n\t")
-        lines = textwrap.wrap(words, WORDS_CHARS, max_lines=WORDS_LINES, placeholder=" ...")
-        shown = "\n".join(lines) or "(no words)"
-        place: Any = {"ha": "center", "va": "top", "transform": axes.transAxes}
-        # A dollar sign in a user's instruction must not start a formula.
-        axes.text(0.5, -0.04, shown, fontsize=11, parse_math=False, **place)
+    note = as_json(editor, result, {name: file.name for name, file in files.items()})
+    write_atomically(json_file, json.dumps(scrubbed(note), indent=2, ensure_ascii=False) + "\n")
+    return [*files.values(), json_file]
 
 
 def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:
@@ -567,12 +481,9 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
     pictures = [
         {
             "image": str(image) if isinstance(image, Path | str) else None,
-            "image_size_px": size_px or (source and source.size),
             "shown_size_px": source and source.size,
         }
-        for image, source, size_px in zip_longest(
-            result.request.images or [None], result.sources, result.original_sizes_px
-        )
+        for image, source in zip_longest(result.request.images or [None], result.sources)
     ]
     return {
         "instruction": result.request.instruction,
@@ -583,7 +494,8 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
         "files": dict(files),
         "drawn_size_px": result.image and result.image.size,
         "beside": {
-            name: {"words": arm.words, "failure": arm.failure} for name, arm in result.arms.items()
+            name: {"words": variant.words, "failure": variant.failure}
+            for name, variant in result.variants.items()
         },
         "seed": result.seed,
         "noise_seed": result.noise_seed,
@@ -609,24 +521,3 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
             name: version(name) for name in PACKAGES if any(Distribution.discover(name=name))
         },
     }
-
-
-def size_messages(result: EditResult) -> Sequence[str]:
-    """Messages about each source that was scaled, and about an edit of another size than the last
-    source (whose aspect ratio an editor follows)."""
-    messages = []
-    several = len(result.sources) > 1
-    pairs = zip(result.sources, result.original_sizes_px, strict=True)
-    for number, (source, original_px) in enumerate(pairs, 1):
-        if original_px:
-            subject = f"picture {number} " if several else ""
-            messages.append(f"{subject}scaled from {_px(original_px)} to {_px(source.size)}")
-    last = result.sources[-1] if result.sources else None
-    if last and result.image and result.image.size != last.size:
-        subject = f"picture {len(result.sources)} is " if several else ""
-        messages.append(f"{subject}{_px(last.size)}, drawn at {_px(result.image.size)}")
-    return messages
-
-
-def _px(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]} px"

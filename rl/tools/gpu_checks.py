@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
@@ -56,12 +58,13 @@ class Line:
 
     def text(self) -> str:
         """At most 80 columns."""
-        parts = [(9, f"{self.status:<8} {self.what}" + f": {self.note}" * bool(self.note))]
-        parts += [(14, f"{'':9}fix: {self.fix}")] if self.fix else []
-        return "\n".join(
-            textwrap.fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
-            for indent, text in parts
-        )
+        note = f": {self.note}" if self.note else ""
+        text = _wrapped(f"{self.status:<8} {self.what}{note}", 9)
+        return f"{text}\n{_wrapped(' ' * 9 + f'fix: {self.fix}', 14)}" if self.fix else text
+
+
+def _wrapped(text: str, indent: int = 0) -> str:
+    return fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def result(
@@ -114,24 +117,24 @@ class Setup:
         """The shipped small config `name`, and overrides that put it on this device."""
         path = f"configs/{name}.jsonnet"
         words = [f"base_exp_dir={self.folder}/runs"]
-        draws = load_config(path).renderer["type"] != "none"
-        if draws:
+        if load_config(path).renderer["type"] != "none":
             words += ["renderer.batch_size=8"]
+            words += [] if self.tiny else ["renderer.dtype=bfloat16"]
         if not self.tiny:
             words += ["policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm"]
-            words += [f"gpu_gb={int(self.gpu_gb)}", *["renderer.dtype=bfloat16"] * draws]
+            words += [f"gpu_gb={int(self.gpu_gb)}"]
         return [path, *words, *more]
 
 
 # ---- steps ---------------------------------------------------------------------------------------
-# Runs steps in child processes, side by side where they fit, each with a limit, all by a deadline.
+# Runs steps in child processes, small ones side by side, each with a limit, all by a deadline.
 #
 # The child is `python -m rl.tools.gpu_checks <step's name> <module:function> <Setup as JSON> ...`.
 # It appends each `Line` to `results.jsonl` at once, so that no later death loses it.
 
 RESULTS = "results.jsonl"
-ALONE = math.inf
-"""`Step.gb` of a step that measures, or that others would disturb."""
+SMALL_GB = 4.0
+"""GPU memory for a step that does not run alone, with its CUDA context."""
 MIN_START_S = 20.0
 """A step that has less time than this, and than its limit, is not started."""
 LARGE_GPU_GB = 78.0
@@ -145,8 +148,8 @@ class Step:
     """`module:function`, called with a `Setup` and `arguments`, yields `Line`s."""
     limit_s: float
     arguments: tuple[str, ...] = ()
-    gb: float = 3.0
-    """GPU memory while it runs, with the CUDA context; `ALONE`: nothing else runs meanwhile."""
+    is_alone: bool = False
+    """Whether nothing else may run meanwhile on a GPU: it measures, or needs more memory."""
     needs_large_gpu: bool = False
     needs_gpu: bool = False
     package: str = ""
@@ -169,48 +172,73 @@ FIXES = {
 
 
 def run(steps: Sequence[Step], setup: Setup, seconds: float) -> Iterator[tuple[str, float]]:
-    """Starts the steps in order and yields (name, seconds) of each at its end. What `results` then
-    returns for it is complete. A step that `seconds`, the deadline, cuts off gets the line NO TIME.
-    """
+    """Runs the steps and yields (name, seconds) of each at its end. What `results` then returns for
+    it is complete. A step that `seconds`, the deadline, cuts off gets the line NO TIME."""
     end_s = time.monotonic() + seconds
-    waiting, running = list(steps), list[_Child]()
-    has_torch = True
-    try:
-        while waiting or running:
-            for child in [child for child in running if child.has_ended(end_s)]:
-                running.remove(child)
-                record(setup, child.step.name, *child.last_lines())
-                lines = results(setup, child.step.name)
-                has_torch &= not any(x.what == "PyTorch" and x.status == "FAIL" for x in lines)
-                yield child.step.name, time.monotonic() - child.start_s
-            while waiting and _fits(waiting[0], [child.step for child in running], setup):
-                step = waiting.pop(0)
-                left_s = end_s - time.monotonic()
-                line = (
-                    _obstacle(step, setup, left_s)
-                    if has_torch
-                    else skipped(step.name, "see PyTorch")
-                )
-                if line is None:
-                    running.append(_Child(step, setup, min(step.limit_s, left_s)))
-                else:
-                    record(setup, step.name, line)
-                    yield step.name, 0.0
-            time.sleep(0.05)
-    finally:
-        for child in running:
-            child.kill()
-
-
-def _fits(step: Step, running: Sequence[Step], setup: Setup) -> bool:
-    """Whether GPU memory and cores suffice for one more step; on a CPU only the cores count."""
     num_together = max(2, len(os.sched_getaffinity(0)) // max(1, setup.num_gpus))
-    gb = step.gb + sum(other.gb for other in running)
-    return not running or (len(running) < num_together and (setup.tiny or gb <= setup.gpu_gb))
+    if not setup.tiny:
+        num_together = min(num_together, max(1, int(setup.gpu_gb // SMALL_GB)))
+    for is_alone, group in groupby(steps, lambda step: step.is_alone and not setup.tiny):
+        pool = ThreadPoolExecutor(1 if is_alone else num_together)
+        try:
+            for future in as_completed([pool.submit(_run, s, setup, end_s) for s in group]):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill(*descendants(os.getpid()))
+            raise
+        pool.shutdown()
+
+
+def _run(step: Step, setup: Setup, end_s: float) -> tuple[str, float]:
+    """Runs a step in a process group of its own; returns its name and seconds."""
+    start_s = time.monotonic()
+    if line := _obstacle(step, setup, end_s - start_s):
+        record(setup, step.name, line)
+        return step.name, 0.0
+    limit_s = min(step.limit_s, end_s - start_s)
+    folder, log = Path(setup.folder, step.name), Path(setup.out, f"{step.name}.log")
+    folder.mkdir(parents=True, exist_ok=True)
+    given = json.dumps(asdict(replace(setup, folder=str(folder))))
+    # Like `rl` itself, a step imports from the working folder only where that is the clone.
+    command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.gpu_checks"]
+    command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=_environment(setup), start_new_session=True
+        )
+    code: int | None = None
+    with suppress(subprocess.TimeoutExpired):
+        code = process.wait(limit_s)
+    kill(*descendants(process.pid))  # ranks are process groups of their own
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if code != 0:
+        record(setup, step.name, _failed(step, code, limit_s, log.read_text(errors="replace")))
+    return step.name, time.monotonic() - start_s
+
+
+def _failed(step: Step, code: int | None, limit_s: float, log: str) -> Line:
+    """The line of a step that did not end well. `code`: None if it was ended after `limit_s`."""
+    log = shareable(log)
+    if code is None and limit_s < step.limit_s:
+        return Line("NO TIME", step.name, f"cut off by --limit after {limit_s:.0f} s")
+    note = last_words(log)
+    if code is None:
+        note = f"no end within {limit_s:g} s{_place(log)}"
+    elif code < 0:
+        note = f"ended by {signal.Signals(-code).name}; {note}"
+    keys = "; ".join(f"set {key}={value}" for key, value in step.keys.items())
+    fix = f"{keys or 'no key avoids it'}; report it with an issue"
+    known = (fix for words, fix in FIXES.items() if re.search(words, note))
+    return Line("FAIL", step.name, note, next(known, fix), step.keys)
 
 
 def _obstacle(step: Step, setup: Setup, left_s: float) -> Line | None:
     """The line of a step that cannot run here."""
+    if any(line.what == "PyTorch" and line.status == "FAIL" for line in results(setup, "machine")):
+        return skipped(step.name, "see PyTorch")
     if setup.tiny and (step.needs_gpu or step.needs_large_gpu):
         return skipped(step.name, NEEDS_CUDA)
     if step.needs_large_gpu and setup.gpu_gb < LARGE_GPU_GB:
@@ -223,64 +251,6 @@ def _obstacle(step: Step, setup: Setup, left_s: float) -> Line | None:
     if left_s < min(step.limit_s, MIN_START_S):
         return Line("NO TIME", step.name, f"not started, {max(0.0, left_s):.0f} s were left")
     return None
-
-
-class _Child:
-    """A step in a process group of its own."""
-
-    def __init__(self, step: Step, setup: Setup, limit_s: float) -> None:
-        self.step, self.limit_s = step, limit_s
-        folder = Path(setup.folder, step.name)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log = Path(setup.out, f"{step.name}.log")
-        given = json.dumps(asdict(replace(setup, folder=str(folder))))
-        # Like `rl` itself, a step imports from the working folder only where that is the clone.
-        command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.gpu_checks"]
-        command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
-        self.start_s = time.monotonic()
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=_environment(setup), start_new_session=True
-            )
-        self._deadline_came = self._is_late = False
-
-    def has_ended(self, end_s: float) -> bool:
-        """Whether it ended; past its limit or `end_s` it is killed first."""
-        if self._process.poll() is None:
-            now_s = time.monotonic()
-            self._is_late = now_s >= self.start_s + self.limit_s
-            self._deadline_came = now_s >= end_s
-            if not self._is_late and not self._deadline_came:
-                return False
-        self.kill()
-        return True
-
-    def kill(self) -> None:
-        """With what it started: ranks are process groups of their own."""
-        kill(*descendants(self._process.pid))
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def last_lines(self) -> Iterator[Line]:
-        """A line if it did not end well."""
-        code = self._process.returncode
-        log = shareable(self._log.read_text(errors="replace"))
-        if self._deadline_came and self.limit_s < self.step.limit_s:
-            yield Line("NO TIME", self.step.name, f"cut off by --limit after {self.limit_s:.0f} s")
-            return
-        if self._is_late:
-            note = f"no end within {self.limit_s:g} s{_place(log)}"
-        elif code < 0:
-            note = f"ended by {signal.Signals(-code).name}; {last_words(log)}"
-        elif code == 0:
-            return
-        else:
-            note = last_words(log)
-        keys = "; ".join(f"set {key}={value}" for key, value in self.step.keys.items())
-        fix = f"{keys or 'no key avoids it'}; report it with an issue"
-        known = (fix for words, fix in FIXES.items() if re.search(words, note))
-        yield Line("FAIL", self.step.name, note, next(known, fix), self.step.keys)
 
 
 def record(setup: Setup, step: str, *lines: Line) -> None:
@@ -350,10 +320,6 @@ def _place(log: str) -> str:
     return f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
 
 
-if __name__ == "__main__":
-    _child(*sys.argv[1:])
-
-
 # ---- program -------------------------------------------------------------------------------------
 # What `rl check-gpu` and `rl bench-gpu` share: options, the run of the steps, table and report.
 
@@ -392,7 +358,7 @@ def run_all(
         return 1
     size_gb = min((gpu.total_gb for gpu in found), default=0.0)
     keys = {"gpu_gb": f"{int(size_gb)}", "world_size": f"{len(found)}"} if found else {}
-    title = f"{parser.prog}{' --tiny' * args.tiny}, {', '.join(gpu.name for gpu in found) or 'CPU'}"
+    title = f"{parser.prog}, {', '.join(gpu.name for gpu in found) or 'CPU, --tiny'}"
     done: dict[str, tuple[float, list[Line]]] = {}
     with tempfile.TemporaryDirectory(prefix="check_gpu_", ignore_cleanup_errors=True) as folder:
         out = str(args.out.resolve())
@@ -402,10 +368,9 @@ def run_all(
             for line in done[name][1]:
                 show(line.text(), marks=_MARKS)
                 keys |= line.keys
-            end = [table(done), fill(verdict(done, all_good), 80, break_on_hyphens=False)]
+            end = [table(done), _wrapped(verdict(done, all_good))]
             end += [f"recommended: {key}={value}" for key, value in keys.items()]
-            text = report(title, done, end)
-            (args.out / "report.md").write_text(text, encoding="utf-8")
+            (args.out / "report.md").write_text(report(title, done, end), encoding="utf-8")
     show(
         "\n".join(["", *end, f"report to paste into an issue: {args.out / 'report.md'}"]),
         marks=_MARKS,
@@ -432,9 +397,9 @@ def _chosen(parser: Parser, args: argparse.Namespace, known: Sequence[Step]) -> 
 
 def _counts(lines: Sequence[Line]) -> str:
     """'8 PASS, 1 FAIL'."""
+    counts = Counter(line.status for line in lines)
     order = ("PASS", "MEASURED", "FAIL", "NO TIME", "SKIPPED")
-    count = {status: sum(line.status == status for line in lines) for status in order}
-    return ", ".join(f"{number} {status}" for status, number in count.items() if number)
+    return ", ".join(f"{counts[status]} {status}" for status in order if counts[status])
 
 
 def table(done: dict[str, tuple[float, list[Line]]]) -> str:
@@ -463,3 +428,7 @@ def report(title: str, done: dict[str, tuple[float, list[Line]]], end: Sequence[
         texts = [line.text() for line in lines]
         parts.append("\n".join([f"## {name}, {seconds:.0f} s", "```", *texts, "```"]))
     return shareable("\n\n".join([*parts, "```\n" + "\n".join(end) + "\n```"])) + "\n"
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -22,7 +21,6 @@ from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loop
 from rl.renderers.qwen_image_21_loop import PromptImage, Row
 from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
-from rl.renderers.qwen_image_loop import FrameVae
 from rl.tools.gpu_checks import Line, Setup, result
 from rl.train import sampling_params
 
@@ -278,21 +276,11 @@ Forward = Callable[[], torch.Tensor]
 """One denoising step."""
 
 
-class BothVaes(FrameVae):
-    """Keeps the VAE as diffusers made it, too."""
-
-    def __init__(self, vae: Any) -> None:
-        stock = copy.deepcopy(vae)
-        super().__init__(vae)
-        self.__dict__["stock"] = stock  # no submodule
-
-
 def small_parts(setup: Setup, name: str) -> Any:
     """The renderer's models of the shipped small config, on the device."""
     path, *overrides = setup.words(name)
     resolved = build.resolve(load_config(path, overrides))
-    with mock.patch.object(qwen_image_loop, "FrameVae", BothVaes):
-        renderer: Any = build.build_renderer(resolved, Dist.from_env(setup.device))
+    renderer: Any = build.build_renderer(resolved, Dist.from_env(setup.device))
     return renderer.loop.parts
 
 
@@ -351,7 +339,9 @@ def step_21(
 def renderers(setup: Setup) -> Iterator[Line]:
     limit = LARGEST_MODEL_ERROR[setup.dtype]
     parts = small_parts(setup, "quickstart")
-    errors = {f"VAE {name}, 2-D against 3-D": e for name, e in _vae_errors(parts.vae).items()}
+    errors = {
+        f"VAE {name}, 2-D against 3-D": e for name, e in _vae_errors(setup, parts.vae).items()
+    }
     for name, transformer, step in (
         ("Edit", parts.transformer, edit_step),
         ("Qwen-Image-2.1", small_parts(setup, "tiny_qwen_image_21").transformer, step_21),
@@ -374,9 +364,15 @@ def renderers(setup: Setup) -> Iterator[Line]:
     yield result("fp8 storage", same and error <= 0.04, note, "set renderer.fp8=off", keys)
 
 
-def _vae_errors(vae: Any) -> dict[str, float]:
-    """Ours against diffusers' own in float64 on the CPU."""
-    stock, mean, std = (x.cpu().double() for x in (vae.stock, vae.mean, vae.std))
+def _vae_errors(setup: Setup, vae: Any) -> dict[str, float]:
+    """The quickstart's VAE against diffusers' own in float64 on the CPU."""
+    path, *overrides = setup.words("quickstart")
+    origin = qwen_image_loop.origin_of(build.resolve(load_config(path, overrides)).renderer.config)
+    dtype = getattr(torch, setup.dtype)
+    loop: Any = qwen_image_loop  # which imports diffusers
+    stock_class = loop.stock.AutoencoderKLQwenImage
+    stock = stock_class.from_pretrained(subfolder="vae", torch_dtype=dtype, **origin)
+    stock, mean, std = (x.cpu().double() for x in (stock, vae.mean, vae.std))
     pixels, latents = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1), drawn(vae.mean, 2, 16, 4, 6)
     latents = latents[:, : mean.shape[1]]
     mode = stock.encode(pixels.cpu().double().unsqueeze(2)).latent_dist.mode().squeeze(2)

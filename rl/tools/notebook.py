@@ -11,7 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, TypeVar
@@ -54,58 +54,51 @@ class TrainingError(RuntimeError):
         """1 wrong config, 128 + n ended by signal n."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
-    """A graded completion, from training or of a held-out sample; None: not on record."""
+class Row(dict[str, Any]):
+    """A graded completion, from training or of a held-out sample: the whole line on disk (token
+    ids, log-probs, judge replies, ...), whose values are attributes, too; None: not on record.
 
-    iteration: int
-    """Of an episode: its iteration, from 1. Of a held-out sample: iterations done; 0: none yet."""
-    sample_id: str | None = None
-    category: str | None = None
-    instruction: str | None = None
-    completion: str | None = None
-    """All that the policy wrote."""
-    words: str | None = None
-    """`completion` without its thought: what the renderer got."""
-    status: str | None = None
-    """'scored', 'policy_failed' or 'ungraded'."""
-    failure: str | None = None
-    reward: float | None = None
-    """0 to 1; None if ungraded."""
-    bare_reward: float | None = None
-    """Reward of the user's own words under the same noise."""
-    stock_reward: float | None = None
-    """Held-out: reward of the renderer's own pipeline without a policy."""
-    reference: str | None = None
-    """Held-out: the words that the data set calls right."""
-    advantage: float | None = None
-    rank: int | None = None
-    group_id: str | None = None
-    member: int | None = None
-    """Number of the completion in its group, from 0."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Part of the reward, as 'viescore/naturalness' -> number."""
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The whole line on disk: token ids, log-probs, judge replies, ..."""
-    folder: Path = field(repr=False)
-    """The folder to which the record's file names are relative."""
+    Besides: `iteration` (of a held-out sample: iterations done), `words` (the completion without
+    its thought), `parts` (part of the reward, as 'viescore/naturalness' -> number), `bare_reward`
+    (reward of the user's own words under the same noise).
+    """
+
+    def __init__(self, record: Mapping[str, Any], iteration: int, folder: Path) -> None:
+        """`folder`: to which the record's file names are relative."""
+        bare, parts = record.get("bare"), record.get("parts")
+        super().__init__(
+            {
+                "sample_id": record.get("id"),
+                "bare_reward": bare.get("reward") if isinstance(bare, Mapping) else None,
+                **record,
+                "iteration": iteration,
+                "words": reading.words_of(record),
+                "parts": parts if isinstance(parts, Mapping) else {},
+            }
+        )
+        self.__dict__["folder"] = folder
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a protocol, such as IPython's
+            raise AttributeError(name)
+        return self.get(name)
 
     def image(self) -> Image | None:
         """The rendered picture, or its thumbnail if only that is on record and readable."""
-        return self._open(self.record.get("image_file"), self.record.get("thumbnail"))
+        return self._open(self.get("image_file"), self.get("thumbnail"))
 
     def bare_image(self) -> Image | None:
         """Of a held-out sample: the picture that was drawn from the user's own words."""
-        return self._open(self.record.get("bare_file"))
+        return self._open(self.get("bare_file"))
 
     def sources(self) -> list[Image]:
         """The source pictures on record, in order, likewise."""
-        found = (self._open(*places) for places in reading.source_places(self.record))
+        found = (self._open(*places) for places in reading.source_places(self))
         return [picture for picture in found if picture is not None]
 
     def target(self) -> Image | None:
         """The picture that the data set calls right, likewise."""
-        return self._open(self.record.get("target_file"), self.record.get("target_thumbnail"))
+        return self._open(self.get("target_file"), self.get("target_thumbnail"))
 
     def _open(self, *places: object) -> Image | None:
         is_held_out = self.folder.parent.name == "evaluation"
@@ -123,23 +116,17 @@ class Row:
         return None
 
 
-RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")
+RowT = TypeVar("RowT", bound=Mapping[str, Any])
 
 
 class Table(list[RowT]):
     """A list of rows that a notebook shows as a table."""
 
     def frame(self) -> Any:
-        """A pandas.DataFrame: a column for each field, and for each part of the reward."""
+        """A pandas.DataFrame: a column for each value, and for each part of the reward."""
         import pandas  # type: ignore[import-untyped, unused-ignore]
 
-        names = [each.name for each in fields(Row)[:-3]]
-        return pandas.DataFrame(
-            {name: getattr(row, name) for name in names} | dict(row.parts)
-            if isinstance(row, Row)
-            else dict(row)
-            for row in self
-        )
+        return pandas.DataFrame([{**row, **row.get("parts", {})} for row in self])
 
     def _repr_html_(self) -> str:
         return str(self.frame()._repr_html_())
@@ -185,7 +172,7 @@ class LoadedRun:
         one iteration was not recorded."""
         files = reading.episode_files(self.folder)
         return Table(
-            as_row(record, number, self.folder)
+            Row(record, number, self.folder)
             for number in _chosen(iterations, files)
             for file in files[number]
             for record in reading.named_rows(file, "sample_id")[0]
@@ -196,7 +183,7 @@ class LoadedRun:
         ValueError if there is no such evaluation."""
         folders = reading.evaluation_folders(self.folder)
         return Table(
-            as_row({"sample_id": record["id"], **record}, number, folders[number])
+            Row(record, number, folders[number])
             for number in _chosen(iterations, folders)
             for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
         )
@@ -209,19 +196,6 @@ def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) ->
             raise ValueError(f"nothing is recorded of iteration {iterations}; recorded: {there}")
         return [iterations]
     return [number for number in (known if iterations is None else iterations) if number in known]
-
-
-def as_row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
-    """The row of a record; `folder`: to which its file names are relative."""
-    bare, parts = record.get("bare"), record.get("parts")
-    values: dict[str, Any] = {
-        "bare_reward": bare.get("reward") if isinstance(bare, Mapping) else None,
-        **record,
-        "words": reading.words_of(record),
-        "parts": parts if isinstance(parts, Mapping) else {},
-    }
-    values |= {"iteration": iteration, "record": record, "folder": folder}
-    return Row(**{each.name: values[each.name] for each in fields(Row) if each.name in values})
 
 
 def load_run(folder: str | Path) -> LoadedRun:

@@ -204,7 +204,7 @@ def test_the_deadline_ends_a_step_and_starts_no_other(
     monkeypatch.setattr(gpu_checks, "MIN_START_S", 2.0)
     setup, start_s = setup_in(tmp_path), time.monotonic()
     functions = {"first": "quick", "long": "hanging", "never": "quick"}
-    alone = [step(function, name=n, gb=gpu_checks.ALONE) for n, function in functions.items()]
+    alone = [step(function, name=n, is_alone=True) for n, function in functions.items()]
     # On a CPU steps run side by side even so; with a GPU each of these waits for the one before.
     list(gpu_checks.run(alone, replace(setup, tiny=False), 5.0))
     assert 5 <= time.monotonic() - start_s < 9
@@ -214,12 +214,16 @@ def test_the_deadline_ends_a_step_and_starts_no_other(
     assert [line.status for line in never] == ["NO TIME"]
 
 
-@pytest.mark.parametrize(("gb", "overlap"), [(3.0, True), (gpu_checks.ALONE, False), (10.0, False)])
+@pytest.mark.parametrize(
+    ("is_alone", "gpu_gb", "overlap"),
+    [(False, 16.0, True), (True, 16.0, False), (False, 6.0, False)],
+)
 def test_steps_run_side_by_side_where_memory_allows_it(
-    tmp_path: Path, gb: float, overlap: bool
+    tmp_path: Path, is_alone: bool, gpu_gb: float, overlap: bool
 ) -> None:
-    setup = setup_in(tmp_path, tiny=False, num_gpus=1, gpu_gb=16.0)
-    list(gpu_checks.run([step("quick", name=n, gb=gb, arguments=(n,)) for n in "ab"], setup, 60))
+    setup = setup_in(tmp_path, tiny=False, num_gpus=1, gpu_gb=gpu_gb)
+    steps = [step("quick", name=name, is_alone=is_alone, arguments=(name,)) for name in "ab"]
+    list(gpu_checks.run(steps, setup, 60))
     (a, a_end), (b, _) = (gpu_checks.results(setup, name) for name in "ab")
     assert (a.note, b.note) == ("a", "b")
     assert (b.data["at_s"] < a_end.data["at_s"]) == overlap
@@ -340,9 +344,7 @@ def test_the_command_ends_with_a_table_a_verdict_keys_and_a_report(
     smi(H100, H100)
     broken = Line("FAIL", "PyTorch", "sees 0 of 2 GPUs", "install", {"engine.type": "transformers"})
     monkeypatch.setattr(gpu_checks, "results", lambda setup, name: [broken])
-    monkeypatch.setattr(
-        check_gpu, "STEPS", [step("quick", gb=gpu_checks.ALONE), *check_gpu.STEPS[1:2]]
-    )
+    monkeypatch.setattr(check_gpu, "STEPS", [step("quick", is_alone=True), *check_gpu.STEPS[1:2]])
     assert check_gpu.main(["--out", str(tmp_path / "new")]) == 1
     printed = capsys.readouterr().out
     assert holds(

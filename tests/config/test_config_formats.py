@@ -65,8 +65,8 @@ def test_of_an_older_run_keys_that_were_removed_are_dropped() -> None:
     """A plugin of the user's own may still read them."""
     engine = {"type": "vllm", "dtype": "auto"}
     own = {"type": "mine.Engine", "share_base_weights": True}
-    written = {"format": loading.CONFIG, "engine": engine | {"share_base_weights": True}}
-    assert loading.stored(written, "it") == {"format": loading.CONFIG, "engine": engine}
+    written = {"format": loading.CONFIG_FORMAT, "engine": engine | {"share_base_weights": True}}
+    assert loading.stored(written, "it") == {"format": loading.CONFIG_FORMAT, "engine": engine}
     assert loading.stored(written | {"engine": own}, "it")["engine"] == own
     reward = {"type": "mine.reward", "model": {"batch_size": 4}, "judge": {"model": "m"}}
     of_run = {"rewards": {"mine": reward | {"judge": {"model": "m", "backoff_s": 2.0}}}}
@@ -135,7 +135,10 @@ def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> N
 
 @pytest.mark.parametrize(
     ("file", "current"),
-    [("config.json", loading.CONFIG), ("checkpoints/step_000002/state.json", loading.CHECKPOINT)],
+    [
+        ("config.json", loading.CONFIG_FORMAT),
+        ("checkpoints/step_000002/state.json", loading.CHECKPOINT_FORMAT),
+    ],
 )
 def test_what_a_newer_version_wrote_is_refused(
     run_dir: Path, file: str, current: int, capsys: pytest.CaptureFixture[str]
@@ -179,4 +182,4 @@ def test_an_older_format_is_refused_and_a_run_writes_the_current_one(run_dir) ->
     [problem] = check_report.problems(config)
     assert holds(problem, "format 1 ... 3 to 3 ... the version of vlm-edit-rl that wrote it")
     RunRecord(run_dir, config, Dist()).write_config()
-    assert json.loads((run_dir / "config.json").read_text())["format"] == loading.CONFIG
+    assert json.loads((run_dir / "config.json").read_text())["format"] == loading.CONFIG_FORMAT

@@ -68,7 +68,7 @@ def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
     folder, records = held_out(run)
     file = run / "stock" / "rewards.jsonl"
     stock = {row["id"]: row["files"] for row in tiny_loop.rows_of(file)} if file.is_file() else {}
-    results = edit_again(run, arms=True)
+    results = edit_again(run, variants=True)
     assert len(results) == len(records) == 3
     for result, row in zip(results, records, strict=True):
         assert result.failure is None
@@ -77,17 +77,17 @@ def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
             assert result.image is None
             continue
         assert_same_picture(result.image, Image.open(folder / row["image_file"]))
-        assert_same_picture(result.arms[OWN_WORDS].image, Image.open(folder / row["bare_file"]))
+        assert_same_picture(result.variants[OWN_WORDS].image, Image.open(folder / row["bare_file"]))
         if system == "quickstart":
             expected = Image.open(file.parent / stock[row["id"]]["stock"])
-            assert_same_picture(result.arms[STOCK].image, expected)
+            assert_same_picture(result.variants[STOCK].image, expected)
             untrained_folder, untrained = held_out(run, iteration=0)
             [before] = [old for old in untrained if old["id"] == row["id"]]
-            assert result.arms[UNTRAINED].words == before["completion"]
+            assert result.variants[UNTRAINED].words == before["completion"]
             untrained_picture = Image.open(untrained_folder / before["image_file"])
-            assert_same_picture(result.arms[UNTRAINED].image, untrained_picture)
+            assert_same_picture(result.variants[UNTRAINED].image, untrained_picture)
         else:
-            assert STOCK not in result.arms, "it would be the user's own words again"
+            assert STOCK not in result.variants, "it would be the user's own words again"
 
 
 def test_files_with_completions_or_replies_are_private(runs: Any) -> None:
@@ -105,11 +105,11 @@ def test_files_with_completions_or_replies_are_private(runs: Any) -> None:
 
 def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
     run = runs("tiny_earl")
-    for result in edit_again(run, arms=True):
+    for result in edit_again(run, variants=True):
         assert result.failure is None and result.image is not None
         assert result.image.size == result.sources[0].size
         assert result.words == "[image 4x4]"
-        assert list(result.arms) == [UNTRAINED]
+        assert list(result.variants) == [UNTRAINED]
     with Editor.from_run(run, device="cpu", size_px=(64,)) as editor:
         photograph = Image.effect_noise((300, 200), 64).convert("RGB")
         result = editor.edit(photograph, "paint the square red")
@@ -184,13 +184,17 @@ def test_the_command_writes_its_files_and_overwrites_none(
     assert f"words:   {note['words']}" in out
     assert "\\x1b[2J" in out and "\x1b" not in out
     stems = ("my-photo-b", "my-photo-b-2")
-    expected = {f"{stem}{end}" for stem in stems for end in (".json", ".png", "_sheet.png")}
+    drawn = ("before", "bare", "stock", "sheet")
+    ends = (".json", ".png", *(f"_{name}.png" for name in drawn))
+    expected = {f"{stem}{end}" for stem in stems for end in ends}
     assert {file.name for file in (tmp_path / "edits").iterdir()} == expected
     assert note["instruction"] == arguments[1] and note["image"] == arguments[0]
     assert note["run"]["checkpoint"] == "step_000003"
     assert note["run"]["held_out_reward"] == tiny_loop.metrics_of(run)[3]["eval/reward"]
     assert set(note["beside"]) == {OWN_WORDS, UNTRAINED, STOCK}
-    assert note["files"] == {"picture": "my-photo-b-2.png", "sheet": "my-photo-b-2_sheet.png"}
+    named = {name: f"my-photo-b-2_{name}.png" for name in drawn}
+    assert note["files"] == {"picture": "my-photo-b-2.png", **named}
+    assert Image.open(tmp_path / "edits" / named["sheet"]).size == (5 * 64, 64)
     first, second = (Image.open(tmp_path / "edits" / f"{stem}.png") for stem in stems)
     assert_same_picture(first, second)
 
@@ -257,7 +261,7 @@ WRONG = [
     (["--run", "nowhere", "{}"], "nowhere does not exist; there are no runs"),
     (["--device", "cuda:77", "{}"], "--device cuda:77 cannot be used: .*; try --device cpu"),
     (["https://x.org/a.png", "red"], "https://x.org/a.png is a URL: download"),
-    (["erase it", "{file}"], "the instruction comes last: .*a.png 'erase it'"),
+    (["erase it", "{file}"], "the instruction comes last: .*a.png 'your words'"),
     (["{text}", "red"], "b.png is none of PNG"),
 ]
 

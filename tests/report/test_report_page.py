@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 from tiny_messages import holds
-from tiny_report import EVIL, write_run
+from tiny_report import EVIL, data_of, write_run
 
 from rl.files import json_line
 from rl.run.metric_table import METRICS, doc_of
 from rl.tools.commands import report
+from rl.tools.report import page as pages
 from rl.tools.report import reading
-from rl.tools.report.page import MAIN_METRICS, alarms, learnt, times, value_of, write_page
+from rl.tools.report.page import MAIN_METRICS, Page, alarms, learnt, times
 from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
 
 
@@ -47,10 +48,10 @@ class Tags(HTMLParser):
 def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
     """A run that has just begun."""
     (tmp_path / "metrics.jsonl").touch()
-    page, pages = write_page(tmp_path)
-    assert "No iteration" in page.read_text() and pages.num_written == 0
+    page = Page(tmp_path).write()
+    assert "No iteration" in page.read_text()
     once = write_run(tmp_path / "run", num_iterations=0)
-    write_page(once)
+    Page(once).write()
     text = " ".join(Tags((once / "report" / "index.html").read_text()).texts)
     assert holds(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
     assert "\u2192" not in text.partition("Keys:")[0]
@@ -61,19 +62,19 @@ def facts_of(page: str) -> Any:
 
 
 def test_text_of_a_run_adds_no_html_tag(run_dir: Path) -> None:
-    page, _ = write_page(run_dir)
+    page = Page(run_dir).write()
     text = page.read_text("utf-8")
     plain = write_run(run_dir.parent / "plain")
     config = json.loads((plain / "config.json").read_text().replace(json.dumps(EVIL), '"kind"'))
     (plain / "config.json").write_text(json.dumps(config))
     tags = [tag for tag, _ in Tags(text).tags]
-    assert tags == [tag for tag, _ in Tags(write_page(plain)[0].read_text("utf-8")).tags]
+    assert tags == [tag for tag, _ in Tags(Page(plain).write().read_text("utf-8")).tags]
     assert f"mine {EVIL}" in "".join(Tags(text).texts)
     assert "alert(1)</script>" not in text.replace(html.escape(EVIL), "")
 
 
 def test_the_page_loads_nothing_from_other_places(run_dir: Path) -> None:
-    page, _ = write_page(run_dir)
+    page = Page(run_dir).write()
     tags = Tags(page.read_text("utf-8")).tags
     keys = {name for _, attributes in tags for name in attributes}
     assert not {name for name in keys if name.startswith("on")}
@@ -85,14 +86,14 @@ def test_the_page_loads_nothing_from_other_places(run_dir: Path) -> None:
 
 
 def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
-    page, _ = write_page(run_dir)
+    page = Page(run_dir).write()
     text = " ".join(" ".join(Tags(page.read_text("utf-8")).texts).split())
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
     assert "all 4 0.425 0.500 +0.075" in text
     assert "noun 2 0.300 0.750 +0.450" in text
     assert holds(text, "Left out: 1 ... Iteration 4: ... drifted")
     assert "render 7.5 75.0 %" in text
-    data = value_of((run_dir / "report/data/metrics.js").read_text("utf-8"))
+    data = data_of(run_dir, "metrics")
     assert data["docs"]["policy/entropy"][1] == METRICS["policy/entropy"].meaning
     assert data["of"]["policy/entropy"] == [None, 1, 1, 1, 1]
 
@@ -110,9 +111,9 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
 def test_damage_and_bad_metrics_give_alarms(tmp_path: Path, change: object, message: str) -> None:
     assert callable(change)
     run_dir = write_run(tmp_path / "run", num_iterations=3)
-    assert "No alarm: no drift" in write_page(run_dir)[0].read_text()
+    assert "No alarm: no drift" in Page(run_dir).write().read_text()
     change(run_dir)
-    text = write_page(run_dir)[0].read_text()
+    text = Page(run_dir).write().read_text()
     assert message in text and "No alarm" not in text
 
 
@@ -128,7 +129,7 @@ def edit(run_dir: Path, keeps: object) -> None:
     "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
 )
 def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, name: str) -> None:
-    write_page(run_dir)
+    Page(run_dir).write()
     path = run_dir / name
     path.rename(tmp_path / "theirs")
     path.symlink_to(tmp_path / "theirs")
@@ -136,17 +137,17 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
     before = theirs.stat().st_mtime_ns
     (run_dir / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
-        write_page(run_dir)
+        Page(run_dir).write()
     assert theirs.stat().st_mtime_ns == before
 
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr(reading, "MAX_WAIT_S", 0.1)
-    with reading.for_one_report(run_dir / "report"):
+    monkeypatch.setattr(pages, "MAX_WAIT_S", 0.1)
+    with reading.locked(reading.own_folder(run_dir / "report") / ".lock", 0.0):
         with pytest.raises(ValueError, match="another process"):
-            write_page(run_dir)
+            Page(run_dir).write()
         assert not (run_dir / "report/index.html").exists()
-    write_page(run_dir)
+    Page(run_dir).write()
 
 
 def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None:
@@ -166,8 +167,8 @@ def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None
     (run_dir / "config.json").write_text(json.dumps(config))
     assert report.main([str(run_dir)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")
-    assert "1,000,000,000 iterations" in text
-    assert "NaN" in text and "[Infinity]" in text and "the user&#39;s words: ?" in text
+    assert "1,000,000,000 of ? iterations" in text
+    assert "NaN" in text and "[Infinity]" in text and "over the untrained system" in text
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -192,12 +193,13 @@ def test_a_category_may_have_any_name(tmp_path: Path) -> None:
 
 def test_every_curve_has_a_meaning() -> None:
     for curve in CURVES:
-        for line in curve.lines:
-            assert doc_of(line.metric), line.metric
+        for metric, _, style in curve["lines"]:
+            assert doc_of(metric), metric
+            assert style in ("main", "dash", "dot", "dashdot")
 
 
 def test_the_main_metrics_are_shown_first(run_dir: Path) -> None:
-    page, _ = write_page(run_dir)
+    page = Page(run_dir).write()
     curves = facts_of(page.read_text("utf-8"))["curves"]
     main = [{metric for metric, _, style in c["lines"] if style == "main"} for c in curves[:6]]
     assert [metrics & set(MAIN_METRICS) for metrics in main] == [{name} for name in MAIN_METRICS]

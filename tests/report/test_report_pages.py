@@ -1,22 +1,18 @@
-"""The data pages of a report: their content, their size, and incremental updates."""
+"""The data pages of a report: their content, and what is written again."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_config
-from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
+from tiny_report import EVIL, data_of, episode, write_episodes, write_lines, write_run
 
-from rl.files import json_line
-from rl.tools.report import page as pages
 from rl.tools.report import reading
-from rl.tools.report.page import MAX_PAGE_BYTES, literal, refresh, value_of
+from rl.tools.report.page import Page, literal
 from rl.tools.report.reading import picture, picture_of
 
 
@@ -25,19 +21,9 @@ def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
-def data(run_dir: Path, name: str) -> Any:
-    return value_of((run_dir / "report/data" / f"{name}.js").read_text("utf-8"))
-
-
-def refresh_pages(run_dir: Path) -> int:
-    """Returns the number of pages that were written."""
-    return refresh(run_dir, run_dir / "report/data").num_written
-
-
 def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None:
-    refresh_pages(run_dir)
-    page = data(run_dir, "it_000002")
-    assert (page["it"], page["starts"], page["cut"]) == (2, [0], None)
+    Page(run_dir).write()
+    page = data_of(run_dir, "it_000002")
     assert page["parts"] == ["viescore", EVIL]
     group = page["rows"][2]
     assert (group["id"], group["cat"]) == ("train-2", "erase")
@@ -47,7 +33,7 @@ def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None
     assert (scored["r"], scored["adv"], scored["seed"], scored["s"]) == (0.5, 0.5, 77, 0.25)
     assert scored["parts"] == [0.5, 1.0] and scored["text"] == f"completion {EVIL}"
     assert json.loads(scored["said"]["viescore"][1])["score"] == [4, 8]
-    assert scored["lp"] == [-25, -600, 0] and scored["forced"] == [0, 0, 1]
+    assert scored["lp"] == [-0.25, -6, 0] and scored["forced"] == [False, False, True]
     assert (lost["r"], lost["st"], lost["why"]) == (None, "ungraded", f"no_reply: {EVIL}")
     assert page["rows"][1]["of"][0]["regions"] == [[f"hat {EVIL}", 0.25, 0.5, 0.75, 1.0]]
     assert "regions" not in scored
@@ -57,10 +43,10 @@ def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None
 
 
 def test_the_page_of_a_held_out_sample_has_all_data_of_its_record(run_dir: Path) -> None:
-    refresh_pages(run_dir)
-    row = data(run_dir, "eval_000000")["rows"][0]
+    Page(run_dir).write()
+    row = data_of(run_dir, "eval_000000")["rows"][0]
     assert row["said"] == {"viescore": [f"it is {EVIL}"]}
-    assert (row["lp"], row["seed"], row["s"]) == ([-25, -600], 78, 0.5)
+    assert (row["lp"], row["seed"], row["s"]) == ([-0.25, -6], 78, 0.5)
     assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
@@ -68,47 +54,54 @@ def test_only_existing_pictures_of_several_sources_are_shown(run_dir: Path) -> N
     valid = "images/it_000001/rank0_g01_source.png"
     files = [valid, "../../etc/passwd", "images/it_000001/gone.png", None, *[valid] * 100]
     row = episode(1, 0, 0) | {"other_source_files": files}
-    group = reading.group_row([row], [], run_dir, reading.Pieces({}), reading.WHOLE)
+    group = reading.group_row([row], [], run_dir, reading.Pieces({}))
     assert group["others"][:5] == [valid, None, None, None, valid] and len(group["others"]) == 32
 
 
 def test_tokens_are_decoded_if_the_tokenizer_is_available(run_dir: Path) -> None:
-    refresh_pages(run_dir)
+    Page(run_dir).write()
     from tokenizers import Tokenizer
 
     file = str(tiny_config.WEIGHTS / "policy/tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
-    token_texts = data(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
+    token_texts = data_of(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
     assert "".join(token_texts) == tokenizer.decode([302, 258, 312], skip_special_tokens=False)
-    snowman = tokenizer.encode("☃", add_special_tokens=False).ids
-    assert len(snowman) > 1, "it has several tokens"
     pieces = reading.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
-    assert pieces.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
-    assert len(pieces.of([*snowman, *snowman[:1]])) == len(snowman) + 1
-    assert reading.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
-    assert pieces.of([-1]) is None
+    assert pieces.are_known and pieces[302] == token_texts[0] and pieces[-1] == "-1 "
+    unknown = reading.Pieces({"policy": {"model_path": "no/such"}})
+    assert not unknown.are_known and unknown[1] == "1 "
+
+
+def test_a_long_completion_is_cut_and_says_so(run_dir: Path) -> None:
+    num_tokens = reading.MAX_TOKENS + 9
+    row = episode(1, 0, 0) | {"completion": "word " * 2000, "token_ids": [5] * num_tokens}
+    row |= {"sampler_logprobs": [-0.5] * num_tokens, "forced": None}
+    write_lines(run_dir / "episodes/it_000001.rank0.jsonl", [row])
+    Page(run_dir).write()
+    [one] = data_of(run_dir, "it_000001")["rows"][0]["of"]
+    assert len(one["tok"]) == len(one["lp"]) == reading.MAX_TOKENS and one["cut"] == 9
+    assert len(one["text"]) == reading.MAX_TEXT_CHARS + len(" [...]")
 
 
 def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
-    refresh_pages(run_dir)
-    index = data(run_dir, "find_000000")
+    Page(run_dir).write()
+    index = data_of(run_dir, "find_000000")
     assert list(index) == ["1", "2", "3", "4"]
-    g, category, say, mean, low, high, spread, status, parts, pictures = index["3"]["rows"][1]
-    assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
-    assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
-    assert status == {"scored": 2} and parts == [0.375, 1.0]
+    row = index["3"]["rows"][1]
+    assert row["cat"] == EVIL[:60] + " [...]" and row["say"].startswith("instruction 1")
+    assert row["rewards"] == [0.25, 0.5] and row["parts"] == [0.375, 1.0]
+    assert row["st"] == ["scored"] * 2
     stem = "images/it_000003/rank0_g01"
-    assert pictures == [f"{stem}_source.png", f"{stem}_m1.png", f"{stem}_m0.png"]
-    assert index["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
+    assert row["pictures"] == [f"{stem}_source.png", f"{stem}_m1.png", f"{stem}_m0.png"]
+    assert index["3"]["rows"][2]["st"] == ["scored", "ungraded"]
 
 
 def test_histograms_count_outer_values_in_the_last_bins(run_dir: Path) -> None:
     values = [-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0]
     counts = reading.histogram(values, 0.25, -3, 25)
     assert {i: count for i, count in enumerate(counts) if count} == {0: 2, 12: 2, 13: 1, 24: 1}
-    index = refresh(run_dir, run_dir / "report/data")
-    assert index.histograms == refresh(run_dir, run_dir / "report/data").histograms
-    iteration, rewards, advantages = index.histograms[2]
+    Page(run_dir).write()
+    iteration, rewards, advantages = data_of(run_dir, "metrics")["histograms"][2]
     # The rewards of its five graded completions: 0, 0.25, 0.25, 0.5, 0.5.
     assert (iteration, rewards[0], rewards[5], rewards[10]) == (3, 1, 2, 2)
     assert sum(rewards) == sum(advantages) == 5
@@ -121,81 +114,33 @@ def test_a_part_of_a_picture_is_named_by_a_media_fragment(run_dir: Path) -> None
         assert picture_of(run_dir, file + bad) is None
 
 
-def test_only_changed_pages_are_written_again(run_dir: Path) -> None:
-    assert refresh_pages(run_dir) == 4 + 1 + 2
-    assert refresh_pages(run_dir) == 0
-    write_episodes(run_dir, 5)
-    assert refresh_pages(run_dir) == 5 + 1, "all iterations of one index page, and the index page"
-    assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
-    for name in ("it_000003", "find_000000"):
-        (run_dir / f"report/data/{name}.js").unlink()
-        assert refresh_pages(run_dir) == 5 + 1
-    note = run_dir / "report/data/made_of.json"
-    for damaged in ("{", note.read_text().replace('"stamp"', '"other"')):
-        note.write_text(damaged)
-        assert refresh_pages(run_dir) == 5 + 1 + 2
-
-
-def test_pages_of_a_copied_run_are_written_again(run_dir: Path, tmp_path: Path) -> None:
-    """Someone else may have changed the pages of a copied run."""
-    refresh_pages(run_dir)
+def test_a_page_writes_again_only_iterations_that_have_changed(run_dir: Path) -> None:
+    page = Page(run_dir)
+    page.write()
     folder = run_dir / "report/data"
-    original = {path.name: path.read_text() for path in folder.glob("*.js")}
-    for name in ("find_000000.js", "it_000002.js", "it_000002_2.js", "eval_000004.js"):
-        (folder / name).write_text("alert(1);" + original.get(name, ""))
-        with pytest.raises(ValueError, match="no data page"):
-            value_of((folder / name).read_text())
-    run_dir.rename(tmp_path / "elsewhere")
-    shutil.copytree(tmp_path / "elsewhere", run_dir)
-    assert refresh_pages(run_dir) == 4 + 1 + 2
-    assert {path.name: path.read_text() for path in folder.glob("*.js")} == original
+    for path in folder.iterdir():
+        path.write_text("old")
+    write_episodes(run_dir, 5)
+    page.write()
+    old = {path.stem for path in folder.iterdir() if path.read_text() == "old"}
+    assert old == {f"it_{iteration:06d}" for iteration in range(1, 5)}
+    assert list(data_of(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
+    # Another process has written nothing yet: the pages may be someone else's.
+    Page(run_dir).write()
+    assert not [path for path in folder.iterdir() if path.read_text() == "old"]
 
 
 def test_records_removed_by_a_rewind_are_removed_from_the_report(run_dir: Path) -> None:
-    refresh_pages(run_dir)
+    Page(run_dir).write()
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
     for path in (run_dir / "images/it_000001").iterdir():
         path.unlink()
     mine = run_dir / "report/data/mine.js"
     mine.touch()
-    refresh_pages(run_dir)
+    Page(run_dir).write()
     assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
-    assert list(data(run_dir, "find_000000")) == ["1", "2", "3"]
-    assert data(run_dir, "it_000001")["rows"][0]["src"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_tokens", "num_groups"), [(700, 8), (3000, 8), (40, 200)])
-def test_no_page_is_too_large_and_no_group_is_lost(
-    tmp_path: Path, num_tokens: int, num_groups: int
-) -> None:
-    run_dir = write_run(tmp_path / "run", num_iterations=0)
-    draw = random.Random(0)
-    lines = []
-    for g in range(num_groups):
-        for member in range(8):
-            row = episode(1, g % NUM_GROUPS, member % 2)
-            row |= {"group_id": f"1/{g}", "sample_id": str(g), "member": member}
-            row["completion"] = "word " * num_tokens
-            row["token_ids"] = [draw.randrange(500) for _ in range(num_tokens)]
-            row["sampler_logprobs"] = [-draw.random() for _ in range(num_tokens)]
-            lines.append(json_line(row))
-    (run_dir / "episodes").mkdir()
-    (run_dir / "episodes/it_000001.rank0.jsonl").write_text("".join(lines))
-    refresh_pages(run_dir)
-    files = [*(run_dir / "report/data").glob("it_*.js")]
-    assert all(path.stat().st_size <= MAX_PAGE_BYTES for path in files)
-    starts = data(run_dir, "it_000001")["starts"]
-    assert len(starts) == len(files)
-    names = ["it_000001", *(f"it_000001_{n}" for n in range(2, len(starts) + 1))]
-    groups = [group for name in names for group in data(run_dir, name)["rows"]]
-    assert [group["id"] for group in groups] == [str(g) for g in range(num_groups)]
-    assert [groups[start]["id"] for start in starts] == [str(start) for start in starts]
-    cut = data(run_dir, "it_000001")["cut"]
-    one = groups[0]["of"][0]
-    assert cut, "the page says that texts are cut"
-    assert len(one["tok"]) + one.get("cut", 0) == num_tokens
-    assert len(one["text"]) <= cut[0] + len(" [...]")
+    assert list(data_of(run_dir, "find_000000")) == ["1", "2", "3"]
+    assert data_of(run_dir, "it_000001")["rows"][0]["src"] is None
 
 
 def test_any_text_can_be_written_into_a_script() -> None:
@@ -248,40 +193,8 @@ def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
     records.write_text(
         "\n".join(json.dumps({**record, name: value}) for value in wrong for name in record)
     )
-    result = refresh(run_dir, run_dir / "report/data")
-    assert result.damaged == {"episodes/it_000001": 3}
-    num_members = sum(len(group["of"]) for group in data(run_dir, "it_000001")["rows"])
+    page = Page(run_dir).write().read_text("utf-8")
+    assert "episodes/it_000001 (3)" in page
+    num_members = sum(len(group["of"]) for group in data_of(run_dir, "it_000001")["rows"])
     assert num_members == len(lines)
-    assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
-
-
-def test_the_manifest_is_not_rewritten_for_each_part(tmp_path, monkeypatch) -> None:
-    run_dir = write_run(tmp_path / "run", num_iterations=9)
-    monkeypatch.setattr(pages, "CHUNK", 1)
-    writes, write = [], pages.write_atomically
-    monkeypatch.setattr(
-        pages, "write_atomically", lambda path, text: (writes.append(path.name), write(path, text))
-    )
-    refresh_pages(run_dir)
-    assert sum(name.startswith(("find_", "eval_")) for name in writes) == 11, "parts"
-    assert writes.count("made_of.json") == 4 + 1, "after 1, 2, 4 and 8 parts, and at the end"
-
-
-def test_an_interrupted_refresh_continues_where_it_stopped(tmp_path, monkeypatch) -> None:
-    run_dir = write_run(tmp_path / "run", num_iterations=4)
-    monkeypatch.setattr(pages, "CHUNK", 2)
-    group_row = pages.group_row
-
-    def until_the_fourth(group: Any, *args: Any) -> dict[str, Any]:
-        if group[0]["group_id"].startswith("4/"):
-            raise KeyboardInterrupt
-        return group_row(group, *args)
-
-    monkeypatch.setattr(pages, "group_row", until_the_fourth)
-    with pytest.raises(KeyboardInterrupt):
-        refresh_pages(run_dir)
-    monkeypatch.setattr(pages, "group_row", group_row)
-    # Iteration 4, its index page and two evaluations, but not iterations 1, 2 and 3 again.
-    assert refresh_pages(run_dir) == 1 + 1 + 2
-    indexed = [list(data(run_dir, f"find_{chunk:06d}")) for chunk in range(3)]
-    assert indexed == [["1"], ["2", "3"], ["4"]]
+    assert len(data_of(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)

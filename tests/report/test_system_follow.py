@@ -86,13 +86,8 @@ def test_an_offline_run_has_scalars_table_pictures_summary_and_config(tmp_path: 
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[4]["reward/mean"] == rows[4]["0_main/training_reward"] == 1.0
     assert rows[4]["0_main/before_after/count"] == 5 and rows[4]["episodes/nrows"] == 6
-    summary: dict[str, Any] = {}
-    exit_codes = []
-    for record in tiny_wandb.records(run_dir):
-        summary |= values_of(record.summary.update)
-        if record.HasField("exit"):
-            exit_codes.append(record.exit.exit_code)
-    assert summary["learnt/gain"] == pytest.approx(0.075) and exit_codes == [0]
+    ends = [record.exit for record in tiny_wandb.records(run_dir) if record.HasField("exit")]
+    assert [end.exit_code for end in ends] == [0]
     configs = [values_of(r.config.update) for r in tiny_wandb.records(run_dir)]
     assert any(config.get("run_name") == "tiny" for config in configs)
     [table] = run_dir.glob("wandb/offline-run-*/files/media/table/episodes_4_*.json")
@@ -124,7 +119,7 @@ def test_each_offline_start_writes_what_the_earlier_ones_lack_and_sync_joins_the
     [run] = server.runs.values()
     assert run.iterations == [row["_step"] for row in run.history] == list(range(7))
     assert run.exit_codes == [0, 0]
-    assert run.summary["learnt/gain"] == pytest.approx(0.075) and run.summary["eval/reward"] == 0.8
+    assert run.summary["eval/reward"] == 0.8, "of a folder before the last"
 
 
 def test_online_the_same_run_goes_on_after_a_resume_with_its_new_config(tmp_path: Path) -> None:
@@ -174,10 +169,9 @@ def test_a_service_that_is_down_costs_nothing_and_gets_everything_later(tmp_path
         hasty = "import sys; from rl.tools.commands import follow; follow.WANDB_INIT_S = 4.0; "
         program = f"{hasty}follow.main(sys.argv[1:])"
         code, errors = follow(run_dir, "--wandb", "online", program=program, **env)
-        assert code == 0 and errors.count("WARNING") == 1
-        command = f"goes on offline, and rl follow {run_dir} --wandb online sends"
-        assert holds(errors, f"cannot go online ... {why} ... {command}")
-    assert [row["iteration"] for row in history(run_dir)] == [0, 1, 2, 3, 4]
+        assert code == 1 and errors.count("WARNING") == 1
+        command = f"rl follow {run_dir} --wandb online sends"
+        assert holds(errors, f"wandb stopped ... {why} ... {command}")
     with serving() as server:
         assert follow(run_dir, "--wandb", "online", **online(server)) == (0, "")
     [run] = server.runs.values()

@@ -42,23 +42,24 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     span = "95 % +0.000 to +0.800"
     for line, parts in (
         (1, f"held-out ... 0.200 -> 0.533   (+0.333, {span}, 3 samples)"),
-        (2, "  a  ... 0.100 -> 0.900   (+0.800, one sample)"),
+        (2, "  a  ... 0.100 -> 0.900   (+0.800, no interval ... 1 samples)"),
         (3, "  b  ... 0.250 -> 0.350   (+0.100, 95 % +0.000 to +0.200, 2 samples)"),
         (4, "left out: 1 "),
         (5, "95 % interval ... other training seeds"),
-        (6, "renderer ... 0.000 -> 0.900"),
-        (7, "own words ... 0.150 ... +0.050 -> +0.450"),
+        (6, "reference descriptions: 0.000 -> 0.900"),
+        (7, "own words, as they are: 0.150 -> 0.150"),
+        (8, "gain over the user's own words: 0.050 -> 0.450"),
     ):
         assert holds(lines[line], parts), lines
-    assert lines[8].startswith("  page: "), "the run measured nothing else"
+    assert lines[9].startswith("  page: "), "the run measured nothing else"
 
 
 @pytest.mark.parametrize(
     ("pictures", "rewards", "interval"),
     [
         ("ab", (0.2, 0.4), "95 % ... 2 samples"),
-        ("aaaa", (0.2, 0.4), "4 samples share"),
-        ("abcd", (0.3, 0.3), "all 4 gains equal"),
+        ("aaaa", (0.2, 0.4), "no interval ... 4 samples"),
+        ("abcd", (0.3, 0.3), "no interval ... 4 samples"),
     ],
 )
 def test_a_control_is_named_and_samples_of_one_picture_have_no_interval(
@@ -94,11 +95,15 @@ def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys
     assert report.main([str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line, parts in (
-        (8, "untrained ... 0.300 (0.250 ... -0.100 +- 0.050 -> +0.300 +- 0.050"),
-        (9, "thought ... 0.200 ... +0.100 +- 0.050 -> +0.500 +- 0.050"),
-        (10, "DRIFT: after 8 iterations"),
-        (11, "own words ... +0.060 +- 0.010"),
-        (12, "states ... 24.0% ... cosine 0.940"),
+        (6, "DRIFT: after 8 iterations"),
+        (10, "untrained ... 0.300 -> 0.300"),
+        (11, "upstream ... 0.250"),
+        (12, "over the untrained ... -0.100 +- 0.050 -> 0.300 +- 0.050"),
+        (13, "thought ... 0.200"),
+        (14, "thinking: 0.100 +- 0.050 -> 0.500 +- 0.050"),
+        (15, "own words ... 0.000 +- 0.010 -> 0.060 +- 0.010"),
+        (16, "states ... 0.000 -> 0.240"),
+        (17, "cosine ... 1.000 -> 0.940"),
     ):
         assert holds(lines[line], parts), lines
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
@@ -126,7 +131,7 @@ def test_a_damaged_line_is_named_and_the_others_are_read(run_dir, capsys):
     assert report.main([str(run_dir)]) == 0
     output = capsys.readouterr()
     assert holds(output.err, f"{path}: ... damaged ... 3, 11\n")
-    assert "+0.050 -> +0.450" in output.out, "the first row and the last"
+    assert "0.050 -> 0.450" in output.out, "the first row and the last"
     assert len(read_named(path, "iteration")) == len(rows) == 9
 
 

@@ -14,11 +14,12 @@ from tiny_editor import assert_same_picture
 from tiny_edits import write_jsonl
 from tiny_messages import holds, refusal
 from tiny_pictures import make_picture
+from tiny_report import data_of
 
 from rl.record.run_record import PICTURE_NAME
 from rl.tools.commands import edit
 from rl.tools.editor import OWN_WORDS, Editor, EditRequest
-from rl.tools.report.page import value_of, write_page
+from rl.tools.report.page import Page
 
 pytestmark = pytest.mark.slow
 
@@ -91,11 +92,11 @@ def test_the_editor_reproduces_the_held_out_pictures(run_dir: Path) -> None:
         assert len(files) == NAMES.index(row["id"]) + 1
         requests.append(EditRequest(INSTRUCTION, [folder / file for file in files], id=row["id"]))
     with Editor.from_run(run_dir, device="cpu") as editor:
-        results = list(editor.edit_stream(requests, seed=3, arms=True))
+        results = list(editor.edit_stream(requests, seed=3, variants=True))
         for result, row in zip(results, rows, strict=True):
             assert result.failure is None
             assert_same_picture(result.image, Image.open(folder / row["image_file"]))
-            bare = result.arms[OWN_WORDS].image
+            bare = result.variants[OWN_WORDS].image
             assert_same_picture(bare, Image.open(folder / row["bare_file"]))
         with pytest.raises(ValueError, match=r"4 pictures, but this run accepts 3; give fewer, or"):
             editor.edit([make_picture(0)] * 4, INSTRUCTION)
@@ -106,10 +107,9 @@ def test_the_editor_reproduces_the_held_out_pictures(run_dir: Path) -> None:
 
 
 def test_the_page_shows_every_source(run_dir: Path) -> None:
-    write_page(run_dir)
-    data = run_dir / "report" / "data"
+    Page(run_dir).write()
     for name in ("it_000001", "eval_000001"):
-        for row in value_of((data / f"{name}.js").read_text("utf-8"))["rows"]:
+        for row in data_of(run_dir, name)["rows"]:
             number = NAMES.index(row["id"]) + 1
             assert row["src"].endswith("_source.png") and ("others" in row) == (number > 1)
             ends = [file.rpartition("_")[2] for file in row.get("others", [])]

@@ -33,7 +33,6 @@ from rl.ranks.dist import Machine
 from rl.ranks.signals import SHARED, die_with_parent
 from rl.record.checkpoint import find, iteration_of
 from rl.tools.gpu_checks import (
-    ALONE,
     FIXES,
     Line,
     Setup,
@@ -272,13 +271,13 @@ def _vllm(name: str, function: str, limit_s: float, *arguments: str) -> Step:
     return Step(name, function, limit_s, arguments, package="vllm", keys=NO_VLLM)
 
 
-def _memory(name: str, function: str, *arguments: str, gb: float) -> Step:
+def _memory(name: str, function: str, *arguments: str) -> Step:
     function = f"benchmarks.gpu_memory:{function}"
-    return Step(name, function, 120, arguments, gb, needs_large_gpu=True)
+    return Step(name, function, 120, arguments, is_alone=True, needs_large_gpu=True)
 
 
 STEPS = (
-    Step("machine", f"{_HERE}:machine", 60, gb=ALONE),
+    Step("machine", f"{_HERE}:machine", 60, is_alone=True),
     Step("kernels", f"{_MODELS}:kernels", 120, keys=KERNEL),
     Step("renderers", f"{_MODELS}:renderers", 120),
     _vllm("vllm_adapter", ENGINE, 180, "adapter", "quickstart"),
@@ -291,13 +290,13 @@ STEPS = (
     Step("loop_prompts", LOOP, 180, ("tiny_prompts", TRANSFORMERS)),
     Step("loop_reasoning", LOOP, 180, ("tiny_reasoning", TRANSFORMERS)),
     Step("collectives", f"{_HERE}:collectives", 180),
-    _memory("memory_image_21", "transformer", "qwen_image_21", gb=30),
-    _memory("memory_policy", "policy", gb=35),
-    _memory("memory_edit", "transformer", "qwen_image_edit", gb=55),
-    replace(_vllm("vllm_sleep", SLEEP, 120, "quickstart"), gb=ALONE, needs_gpu=True),
+    _memory("memory_image_21", "transformer", "qwen_image_21"),
+    _memory("memory_policy", "policy"),
+    _memory("memory_edit", "transformer", "qwen_image_edit"),
+    replace(_vllm("vllm_sleep", SLEEP, 120, "quickstart"), is_alone=True, needs_gpu=True),
 )
-"""In order of worth. Most run side by side. vLLM's sleep asserts that the GPU's free memory grows,
-so nothing else may allocate meanwhile."""
+"""In order of worth. The small ones run side by side. vLLM's sleep asserts that the GPU's free
+memory grows, so nothing else may allocate meanwhile."""
 
 
 @printing.program

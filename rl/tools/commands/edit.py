@@ -9,9 +9,10 @@
 
 A line of a .jsonl file is {"image": "a.jpg", "instruction": "..."}, or has
 "images": ["a.jpg", "b.jpg"]. Prints the words that the policy wrote. Writes into
---out the picture, a JSON file of all its inputs, and a sheet that compares the
-picture with those of the untrained policy, of the user's own words and of the
-stock pipeline (--only-edit: no sheet, so one picture is drawn instead of four).
+--out the picture and a JSON file of all its inputs; for comparison also the
+pictures of the untrained policy (_before), of the user's own words (_bare) and of
+the stock pipeline (_stock), and all in a row, the sources first (_sheet;
+--only-edit: none of these, so one picture is drawn instead of four).
 Nothing is overwritten. The same command draws the same picture. The judge is not
 asked.
 """
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser(is_enhance).parse_intermixed_args(arguments)
     from rl import build
     from rl.check.this_machine import fetch_small_files, fetch_weights
-    from rl.tools.editor import Editor, free_stem, requests_of, save, size_messages, unusable
+    from rl.tools.editor import Editor, free_stem, requests_of, save, unusable
     from rl.tools.trained import config_for_use, load_trained, pick_device
 
     if args.only_words and (args.only_edit or args.steps or args.size):
@@ -86,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")
         began = time.monotonic()
         failed = 0
-        arms = not (args.only_edit or args.only_words)
-        stream = editor.edit_stream(requests, batch_size=args.batch_size, seed=args.seed, arms=arms)
+        variants = not (args.only_edit or args.only_words)
+        stream = editor.edit_stream(
+            requests, batch_size=args.batch_size, seed=args.seed, variants=variants
+        )
         for number, result in enumerate(stream, 1):
             failed += result.failure is not None
             try:
@@ -102,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ("thought", result.thought),
                 ("words", result.words),
                 ("failed", result.failure),
-                *(("size", line) for line in size_messages(result)),
             ):
                 if text:
                     print(f"  {name + ':':8} {escaped(text, MAX_WORDS_SHOWN)}")

@@ -14,20 +14,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from PIL.Image import Image
 
@@ -36,20 +36,12 @@ from rl.config import loading
 from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
 from rl.console import warn
-from rl.files import (
-    MAX_ROWS_BYTES,
-    downscale,
-    hold,
-    private_folder,
-    row_of,
-    side_by_side,
-    write_atomically,
-)
+from rl.files import downscale, hold, private_folder, row_of, side_by_side, write_atomically
 from rl.printing import code, scrub, text
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
-from rl.tools.notebook import LoadedRun, Row, as_row
-from rl.tools.report.page import MAIN_METRICS, learnt, write_page
-from rl.tools.report.reading import BusyError, find_run, locked, named_rows, read_evaluations
+from rl.tools.notebook import LoadedRun, Row
+from rl.tools.report.page import MAIN_METRICS, Page
+from rl.tools.report.reading import BusyError, find_run, locked, named_rows
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""
@@ -58,6 +50,8 @@ MAX_PICTURES = 8
 CELL_SIDE_PX, SHEET_SIDE_PX = 384, 256
 LOOK_EVERY_S = 2.0
 WANDB_INIT_S = 30.0
+LAST_ITERATION = "last_iteration"
+"""A file in a complete offline folder of wandb."""
 REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
 """Environment variables that would make trackio send the run's data elsewhere."""
 Mode = Literal["online", "offline", "off"]
@@ -84,65 +78,48 @@ def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[st
     columns. [] if none is on record."""
     file = run.folder / f"episodes/it_{iteration:06d}.rank0.jsonl"
     records = named_rows(file, "sample_id")[0][:max_rows]
-    episodes = [as_row(record, iteration, run.folder) for record in records]
+    episodes = [Row(record, iteration, run.folder) for record in records]
     parts = sorted({name for episode in episodes for name in episode.parts})
     sources = [episode.sources() for episode in episodes]
-    names = ["source", *(f"source {n + 1}" for n in range(1, max(map(len, sources), default=1)))]
-
-    def row(episode: Row, own: Sequence[Image]) -> dict[str, Cell]:
-        pictures = dict(zip_longest(names, own))
-        pictures |= {"target": episode.target(), "rendered": episode.image()}
-        return {
-            **{n: picture and downscale(picture, CELL_SIDE_PX) for n, picture in pictures.items()},
-            "instruction": episode.instruction,
-            "completion": episode.completion,
-            "status": episode.status,
-            "failure": episode.failure or "",
-            "reward": episode.reward,
-            **{name: episode.parts.get(name) for name in parts},
-            "advantage": episode.advantage,
-        }
-
-    return list(map(row, episodes, sources))
+    num_sources = max([1, *map(len, sources)])
+    rows: list[dict[str, Cell]] = []
+    for episode, own in zip(episodes, sources, strict=True):
+        row: dict[str, Cell] = {}
+        for number in range(num_sources):
+            name = "source" if number == 0 else f"source {number + 1}"
+            row[name] = own[number] if number < len(own) else None
+        row |= {"target": episode.target(), "rendered": episode.image()}
+        for name, picture in row.items():
+            row[name] = downscale(picture, CELL_SIDE_PX) if isinstance(picture, Image) else None
+        for name in ("instruction", "completion", "status", "failure", "reward"):
+            row[name] = episode.get(name)
+        row |= {name: episode.parts.get(name) for name in parts}
+        rows.append({**row, "advantage": episode.advantage})
+    return rows
 
 
-class BeforeAfter(NamedTuple):
-    """A held-out evaluation compared with the first."""
-
-    pictures: list[tuple[str, Image]]
-    """(caption, source, before and after side by side)."""
-    summary: dict[str, float | str]
-    """What was learnt, by the name of the summary's entry."""
-
-
-def before_after(run: LoadedRun, iteration: int) -> BeforeAfter:
-    """The evaluation after `iteration` compared with the first; empty if there are not both. The
-    same first samples every time, so that a tracker can step through them."""
+def before_after(run: LoadedRun, iteration: int) -> list[tuple[str, Image]]:
+    """(caption, source, before and after side by side) of the first samples that the first
+    evaluation and the one after `iteration` drew; [] if there are not both. The same samples every
+    time, so that a tracker can step through them."""
     if not (run.folder / f"evaluation/it_{iteration:06d}").is_dir():  # as after most iterations
-        return BeforeAfter([], {})
-    result = learnt(read_evaluations(run.folder, iteration))
-    if result is None or result.after != iteration:
-        return BeforeAfter([], {})
-    old_of = {row.sample_id: row for row in run.held_out(result.before)}
-    pairs = [
-        (old_of[row.sample_id], row) for row in run.held_out(iteration) if row.sample_id in old_of
-    ]
+        return []
+    first, *_ = run.evaluations
+    old_of = {row.sample_id: row for row in run.held_out(first)}
     pictures: list[tuple[str, Image]] = []
-    for before, after in pairs:
-        drawn = before.image(), after.image()
-        if len(pictures) < MAX_PICTURES and all(drawn):
+    for after in run.held_out(iteration) if iteration > first else ():
+        before = old_of.get(after.sample_id)
+        if before is None or len(pictures) == MAX_PICTURES:
+            continue
+        drawn = [picture for picture in (before.image(), after.image()) if picture is not None]
+        if len(drawn) == 2:
             caption = (
                 f"{after.instruction} | before ({before.reward}): {before.completion} | "
                 f"after ({after.reward}): {after.completion}"
             )
-            shown = [downscale(p, SHEET_SIDE_PX) for p in (*before.sources(), *drawn) if p]
+            shown = [downscale(picture, SHEET_SIDE_PX) for picture in (*before.sources(), *drawn)]
             pictures.append((caption, side_by_side(shown)))
-    summary: dict[str, float | str] = {}
-    for change in result.changes[:1]:  # of all samples
-        sentence = f"after {iteration} iterations: {change.sentence(0).strip()}"
-        summary = {"learnt": sentence, "learnt/before": change.before}
-        summary |= {"learnt/after": change.after, "learnt/gain": change.gain}
-    return BeforeAfter(pictures, summary)
+    return pictures
 
 
 # ---- views ---------------------------------------------------------------------------------------
@@ -175,7 +152,7 @@ class View:
     def __init__(self, followed: Followed) -> None:
         self.followed, self.run, self.folder = followed, followed.run, followed.run.folder
         self.name = str(self.run.config.get("run_name", self.folder.name))
-        self.earlier: dict[str, float | str] = {}
+        self.earlier: Metrics = {}
         """The latest values of the iterations before the first."""
 
     def send(self, rows: Sequence[Metrics]) -> None:
@@ -193,8 +170,12 @@ class View:
         raise NotImplementedError
 
 
-class Page(View):
+class PageView(View):
     """The run's own page, written again after evaluations and at the end."""
+
+    def __init__(self, followed: Followed) -> None:
+        super().__init__(followed)
+        self._page = Page(self.folder)
 
     def send(self, rows: Sequence[Metrics]) -> None:
         if any(name.startswith("eval/") for row in rows for name in row):
@@ -202,7 +183,7 @@ class Page(View):
                 self.close()
 
     def close(self) -> str:
-        return str(write_page(self.folder)[0])
+        return str(self._page.write())
 
 
 class TensorBoard(View):
@@ -225,13 +206,10 @@ class TensorBoard(View):
 
         for name, value in row.items():
             self._writer.add_scalar(name, value, iteration)
-        compared = before_after(self.run, iteration)
-        for number, (caption, picture) in enumerate(compared.pictures):
+        for number, (caption, picture) in enumerate(before_after(self.run, iteration)):
             tag = f"{MAIN}before_after/{number}"
             self._writer.add_image(tag, np.asarray(picture), iteration, dataformats="HWC")
             self._writer.add_text(tag, text(caption, MAX_CELL_CHARS), iteration)
-        if sentence := compared.summary.get("learnt"):
-            self._writer.add_text("learnt", text(str(sentence), MAX_CELL_CHARS), iteration)
         self._writer.flush()
 
     def close(self) -> str:
@@ -257,7 +235,7 @@ class Wandb(View):
     """The same wandb run at every start, whose id is kept in the run folder.
 
     Online it goes on after the last iteration that the server has. Each offline start is a folder
-    of its own, with the iterations that the earlier ones lack: `wandb sync` joins them.
+    of its own, with the iterations that the complete ones lack: `wandb sync` joins them.
     """
 
     def __init__(self, followed: Followed) -> None:
@@ -267,20 +245,17 @@ class Wandb(View):
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))
         self._wandb, self._page = import_module("wandb"), None
         if allowed_by_env(followed.tracking.wandb) == "online":
-            try:
-                self._page = self._open("online")
-                self.first = self._page.starting_step
-                if followed.pid is not None:
-                    print(f"{SAID.decode()}wandb: {self._page.url}", flush=True)
-                return
-            except Exception as error:  # no key, no network, a server that refuses the run
-                # wandb's helper process keeps the id "in use" after a failed start.
-                self._wandb.teardown()
-                warn(
-                    f"wandb: cannot go online ({on_one_line(error)}); it goes on offline, and "
-                    f"{command(followed, 'wandb')} sends everything later"
-                )
-        self.first = 1 + last_on_disk(self.folder / "wandb")
+            self._page = self._open("online")
+            self.first = self._page.starting_step
+            if followed.pid is not None:
+                print(f"{SAID.decode()}wandb: {self._page.url}", flush=True)
+            return
+        for folder in (self.folder / "wandb").glob("offline-run-*"):
+            if (folder / LAST_ITERATION).is_file():
+                last = int(read_bytes(folder / LAST_ITERATION, 100))
+                self.first = max(self.first, last + 1)
+            else:  # of a start that was killed
+                shutil.rmtree(folder)
 
     def _open(self, mode: Mode) -> Any:
         wandb, pid = self._wandb, self.followed.pid
@@ -312,26 +287,24 @@ class Wandb(View):
     def write(self, iteration: int, row: Metrics) -> None:
         if self._page is None:  # no folder without an iteration
             self._page = self._open("offline")
-            # `wandb sync` replaces the summary of the earlier folders.
-            evaluated = [it for it in self.run.evaluations if it < iteration]
-            summary = before_after(self.run, max(evaluated, default=0)).summary
-            self._page.summary.update({**self.earlier, **summary})
-        pictures, summary = before_after(self.run, iteration)
+            self._page.summary.update(self.earlier)  # which `wandb sync` replaces otherwise
+        pictures = before_after(self.run, iteration)
         images = [self._wandb.Image(picture, caption=caption) for caption, picture in pictures]
         shown = {f"{MAIN}before_after": images} if images else {}
         table = table_for(self, self._wandb, iteration, str)
-        self._page.summary.update(summary)
         # wandb's own step is the iteration, so that the server's last step is the last iteration.
         self._page.log({**row, **table, **shown}, step=iteration, commit=True)
+        self._last = iteration
 
     def close(self) -> str:
-        parts = f"{quote(str(self.folder))}/wandb/offline-run-*"
-        has_parts = any(self.folder.glob("wandb/offline-run-*"))
-        place = f"wandb sync {parts}" if has_parts else "nothing is missing"
+        place = f"wandb sync {quote(str(self.folder))}/wandb/offline-run-*"
+        folder = None
         if self._page is not None:
-            place = self._page.url or place
+            place, folder = self._page.url or place, Path(self._page.dir).parent
             self._page.finish(exit_code=int(self.followed.failed))
         self._wandb.teardown()  # `finish` alone returns before an offline page is on the disk
+        if folder is not None and folder.name.startswith("offline-run-"):
+            write_atomically(folder / LAST_ITERATION, str(self._last))
         return place
 
 
@@ -351,49 +324,13 @@ def allowed_by_env(configured: Mode) -> Mode:
     return max(configured, env_mode if env_mode in MODES else "off", key=MODES.index)
 
 
-def last_on_disk(folder: Path) -> int:
-    """The last iteration in wandb's files of earlier starts; -1 if there is none. A killed process
-    leaves fewer iterations there than it has sent."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    last = -1
-    for file in folder.glob("*run-*/run-*.wandb"):
-        for data in wandb_records(read_bytes(file, MAX_ROWS_BYTES)):
-            with suppress(Exception):  # protobuf's DecodeError: a damaged record
-                record = Record.FromString(data)
-                if record.HasField("history"):
-                    last = max(last, record.history.step.num)
-    return last
-
-
-def wandb_records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a .wandb file, which is a LevelDB log: blocks of 32 KiB of pieces, each
-    with a head of 7 bytes (checksum 4, length 2, kind 1); a record is one piece (kind 1), or the
-    first (2), middle (3) and last one (4)."""
-    block, head, at, record = 32_768, 7, 7, b""  # the file begins with a head of its own
-    while at + head <= len(data):
-        left = block - at % block
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if left < head or kind == 0:  # the rest of a block is empty
-            at += left
-            continue
-        piece = data[at + head : at + head + length]
-        if len(piece) < length:
-            return
-        record, at = record + piece, at + head + length
-        if kind in (1, 4):
-            yield record
-            record = b""
-
-
 class Trackio(View):
     """Files in `<run>/trackio`, or the Space that the config names."""
 
     def __init__(self, followed: Followed) -> None:
         super().__init__(followed)
         for name in REDIRECTS:
-            if os.environ.pop(name, ""):
-                warn(f"trackio: {name} is ignored; set tracking.trackio_space to send to a Space")
+            os.environ.pop(name, None)
         private_folder(self.folder / "trackio")
         os.environ["TRACKIO_DIR"] = str(self.folder.resolve() / "trackio")  # read at import
         self._trackio = import_module("trackio")
@@ -508,7 +445,7 @@ def follow_all(followed: Followed) -> Iterable[str]:
     tracking, ended = followed.tracking, threading.Event()
     views: dict[str, Callable[[Followed], View]] = {}
     if tracking.page:
-        views["page"] = Page
+        views["page"] = PageView
     if allowed_by_env(tracking.wandb) != "off":
         views["wandb"] = Wandb
     if tracking.tensorboard:

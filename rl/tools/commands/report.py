@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 from urllib.parse import quote
 
@@ -32,25 +31,23 @@ from rl.tools.report.page import (
     NAMING,
     PAGE_FOLDER,
     Change,
+    Page,
     changes_of,
     flat,
     literal,
     summary,
     template,
-    write_page,
 )
 from rl.tools.report.reading import (
     CURVES,
-    BusyError,
     Evaluation,
     Record,
     curve_data,
     find_run,
-    for_one_report,
     is_control,
-    mean,
     named_rows,
     number,
+    own_folder,
     picture,
     points,
     read_config,
@@ -71,8 +68,8 @@ SUM = "final_reward."
 OF_A_CONTROL = {"seed", "algorithm.shuffle_rewards"}
 """Config keys in which a run's control may differ from it."""
 SCRIPTS = ("base.js", "charts.js", "compare.js")
-NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
-"""Samples with the largest gains, and as many with the largest losses."""
+NUM_SAMPLES = 6
+"""Samples with the largest gains, and as many with the largest losses, on the page."""
 STYLES = ("main", "dash run1", "dot run2", "dashdot run3", "run4", "dash run5", "dot run6")
 """How the lines of the runs are drawn; further runs have no curve."""
 
@@ -86,15 +83,12 @@ class Comparison:
     reasons: list[str]
     """Why the two cannot be compared; [] if they can."""
     notes: list[str] = field(default_factory=list)
-    means: list[str] = field(default_factory=list)
-    """Mean held-out reward of the other run and of A, each over all its own samples; '?': none."""
     changes: list[Change] = field(default_factory=list)
     """Held-out reward of all shared samples, then by category: (other run, A)."""
     parts: list[Change] = field(default_factory=list)
     """The same of each reward part."""
-    best: list[tuple[float, Record, Record]] = field(default_factory=list)
-    """(gain, other run's record, A's record) of the samples that gained most."""
-    worst: list[tuple[float, Record, Record]] = field(default_factory=list)
+    samples: list[tuple[float, Record, Record]] = field(default_factory=list)
+    """(gain, other run's record, A's record) of each sample, the largest gain first."""
     folders: tuple[Path, ...] = ()
     """Of the evaluations: the other run's and A's."""
     settings: list[dict[str, Any]] = field(default_factory=list)
@@ -126,8 +120,6 @@ def compare(run: Path, other: Path) -> Comparison:
         return result
     theirs, ours = (evaluations[-1] for evaluations in found.values())
     result.folders = theirs.folder, ours.folder
-    means = [mean([*each.records.values()], "reward") for each in (theirs, ours)]
-    result.means = ["?" if each is None else f"{each:.3f}" for each in means]
     shared = [name for name in theirs.records if name in ours.records]
     result.reasons = _why_not(rows, theirs, ours, shared)
     is_same = {row["key"] for row in rows} <= OF_A_CONTROL and all(
@@ -152,14 +144,11 @@ def compare(run: Path, other: Path) -> Comparison:
         result.notes.append(text)
         return result
     result.changes = changes_of(theirs.records, ours.records)
-    gains = []
     for old, new in ((theirs.records[name], ours.records[name]) for name in shared):
         before, after = number(old.get("reward")), number(new.get("reward"))
         if before is not None and after is not None:
-            gains.append((after - before, old, new))
-    gains.sort(key=lambda gain: -gain[0])
-    result.best = [gain for gain in gains[:NUM_SAMPLES] if gain[0] > 0]
-    result.worst = [gain for gain in reversed(gains[-NUM_SAMPLES:]) if gain[0] < 0]
+            result.samples.append((after - before, old, new))
+    result.samples.sort(key=lambda sample: -sample[0])
     return result
 
 
@@ -206,28 +195,15 @@ def by_chance(run: Path, results: Sequence[Comparison]) -> list[str]:
     curve_of = {r.other.resolve(): r.control for r in results if r.control}
     if not curve_of:
         return []
-    width = max(len(path.name) for path in curve_of)
-    changes = [[reward - curve[0] for reward in curve[1:]] for curve in curve_of.values()]
-    last = [each[-1] for each in changes]
-    most = max(map(max, changes))
-    num = len(last)
-    spread = f" +- {stdev(last):.3f} (standard deviation)" if num > 1 else ""
-    found = [
-        "Chance: controls of this config (rewards shuffled), held-out reward",
-        *(
-            f"  {path.name:{width}}  {curve[0]:.3f} -> {curve[-1]:.3f}   "
-            f"({min(curve):.3f} to {max(curve):.3f})"
-            for path, curve in curve_of.items()
-        ),
-        f"  {num} control{'s' * (num > 1)}, change since the first evaluation:",
-        f"    {min(map(min, changes)):+.3f} to {most:+.3f} at any, "
-        f"{fmean(last):+.3f}{spread} at the last",
-    ]
+    rises = [max(reward - curve[0] for reward in curve[1:]) for curve in curve_of.values()]
+    found = ["Chance: controls of this config (rewards shuffled), held-out reward"]
+    for (path, curve), rise in zip(curve_of.items(), rises, strict=True):
+        found.append(f"  {path.name}: {curve[0]:.3f} -> {curve[-1]:.3f}, at most {rise:+.3f}")
     if ours := _held_out(run):
-        gain = ours[-1] - ours[0]
+        gain, most = ours[-1] - ours[0], max(rises)
         if gain > most:
             found.append(f"  this run: {gain:+.3f}, more than any control at any evaluation")
-            found.append(f"    (chance alone does that in at most one run of {num + 1})")
+            found.append(f"    (chance alone does that in at most one run of {len(rises) + 1})")
         else:
             found.append(
                 f"  this run: {gain:+.3f}, no more than a control's {most:+.3f}: chance can do that"
@@ -239,23 +215,15 @@ def lines(name: str, result: Comparison) -> list[str]:
     """The comparison for a terminal."""
     title = f"{name} against {result.name}"
     if result.reasons:
-        pairs = zip((result.name, name), result.means, strict=False)
-        means = [f"mean held-out reward of {one}: {mean}" for one, mean in pairs]
-        return [f"{title}: NOT COMPARABLE", *(f"  {text}" for text in (*result.reasons, *means))]
+        return [f"{title}: NOT COMPARABLE", *(f"  {text}" for text in result.reasons)]
     rows = [*result.changes, *result.parts]
     width = max((len(change.name) for change in rows), default=0)
-    samples = [
-        f"  {gain:+.3f}  {escaped(str(new.get('id')), 40)}: "
-        f"{escaped(str(new.get('instruction')), 60)}"
-        for gain, _, new in (*result.best[:NUM_IN_TERMINAL], *result.worst[:NUM_IN_TERMINAL])
-    ]
-    keys = [escaped(str(row["key"]), 60) for row in result.settings]
+    keys = ", ".join(escaped(str(row["key"]), 60) for row in result.settings)
     return [
         f"{title} (held-out; {result.name} -> {name})",
         *(f"  {note}" for note in result.notes),
         *(change.sentence(width) for change in rows),
-        *(["  the samples that differ most:", *(f"  {line}" for line in samples)] * bool(samples)),
-        f"  settings that differ: {', '.join(keys[:12]) or 'none'}{' ...' * (len(keys) > 12)}",
+        f"  settings that differ: {keys or 'none'}",
     ]
 
 
@@ -264,54 +232,40 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     folder = run / "report"
     runs = [run, *(result.other for result in results)][: len(STYLES)]
     names = [path.resolve().name for path in runs]
-    curves, data = _overlaid(runs, names)
     page = template("compare.html.j2").render(
         name=names[0],
         results=[(r, _samples(folder, r)) for r in results if not r.is_only_chance],
         chance=by_chance(run, results),
         interval=INTERVAL,
-        headings=list(curves),
-        facts=Markup(literal({"data": data, "curves": curves})),  # nosec B704
+        facts=Markup(literal(_overlaid(runs, names))),  # nosec B704
         sources=[Markup((PAGE_FOLDER / file).read_text("utf-8")) for file in SCRIPTS],  # nosec B704
         css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
     )
-    with for_one_report(folder):
-        write_atomically(folder / "compare.html", without_lone_surrogates(page))
-    return folder / "compare.html"
+    file = own_folder(folder) / "compare.html"
+    write_atomically(file, without_lone_surrogates(page))
+    return file
 
 
-def _overlaid(
-    runs: Sequence[Path], names: Sequence[str]
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-    """(heading -> curves for `page/charts.js`, each with a line per run; their data as from
-    `curve_data`, where metric `m` of the run number i is called `i:m`)."""
+def _overlaid(runs: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
+    """`curves` for `page/charts.js`, each with a line per run, and their `data` as from
+    `curve_data`, where metric `m` of the run number i is called `i:m`."""
     row_of: dict[int, dict[str, Any]] = {}
     for i, run in enumerate(runs):
         for row in named_rows(run / "metrics.jsonl", "iteration")[0]:
-            iteration = row.pop("iteration")
-            merged = row_of.setdefault(iteration, {"iteration": iteration})
+            merged = row_of.setdefault(row["iteration"], {"iteration": row["iteration"]})
             merged |= {f"{i}:{metric}": value for metric, value in row.items()}
     data = curve_data([row_of[iteration] for iteration in sorted(row_of)], None)
-    metric_of = {name: name.partition(":")[2] for name in data["of"]}
-    documented = ((name, doc_of(metric)) for name, metric in metric_of.items())
+    documented = ((name, doc_of(name.partition(":")[2])) for name in data["of"])
     data["docs"] = {name: [doc.unit, doc.meaning] for name, doc in documented if doc}
-    known = sorted({*metric_of.values()})
-    parts = [name for name in known if name.startswith(("eval/part/", "reward/part/"))]
-    groups: dict[str, list[tuple[str, str, float | None]]] = {
-        "Curves": [(c.title, c.lines[0].metric, c.top) for c in CURVES],
-        "Reward parts": [(m, m, None) for m in parts],
-        "Categories": [(m, m, 1.0) for m in known if m.startswith("eval/reward/")],
-    }
-    drawn = list(enumerate(zip(names, STYLES, strict=False)))
-    curves = {
-        heading: [
-            {"title": title, "top": top, "lines": [[f"{i}:{m}", *line] for i, line in drawn]}
-            for title, m, top in wanted
-            if m in known
+    curves = []
+    for curve in CURVES:
+        metric = curve["lines"][0][0]
+        lines = [
+            [f"{i}:{metric}", name, style]
+            for i, (name, style) in enumerate(zip(names, STYLES, strict=False))
         ]
-        for heading, wanted in groups.items()
-    }
-    return {heading: each for heading, each in curves.items() if each}, data
+        curves.append({**curve, "lines": lines})
+    return {"curves": curves, "data": data}
 
 
 def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
@@ -323,21 +277,23 @@ def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
         relative = os.path.relpath(place.resolve(), folder.resolve())
         return quote(f"{relative}/{shown}") if shown else None
 
-    def arm(place: Path, row: Record) -> tuple[object, object, str | None]:
+    def drawn(place: Path, row: Record) -> tuple[object, object, str | None]:
         return row.get("reward"), words_of(row), url(place, row.get("image_file"))
 
     theirs, ours = result.folders or (folder, folder)
+    gains = [sample for sample in result.samples if sample[0] > 0][:NUM_SAMPLES]
+    losses = [sample for sample in result.samples[::-1] if sample[0] < 0][:NUM_SAMPLES]
     return {
         heading: [
             (
                 gain,
                 new.get("instruction"),
                 url(ours, new.get("source_file")),
-                (arm(theirs, old), arm(ours, new)),
+                (drawn(theirs, old), drawn(ours, new)),
             )
-            for gain, old, new in rows
+            for gain, old, new in samples
         ]
-        for heading, rows in (("Largest gains", result.best), ("Largest losses", result.worst))
+        for heading, samples in (("Largest gains", gains), ("Largest losses", losses))
     }
 
 
@@ -353,23 +309,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
     args = parser.parse_intermixed_args(argv)
-    try:
-        run_dir = find_run(args.run, args.overrides)
-        results = [compare(run_dir, find_run(other)) for other in args.against]
-        metrics = read_named(run_dir / "metrics.jsonl", "iteration")
-        control = is_control(read_config(run_dir))
-        _show(summary(metrics, read_evaluations(run_dir), control))
-        page, index = write_page(run_dir)
-        print(f"  page: {page} ({index.num_written} of its data pages are new)")
-        for result in results:
-            if not result.is_only_chance:
-                _show(lines(run_dir.resolve().name, result))
-        if results:
-            _show([f"  {INTERVAL}", *by_chance(run_dir, results)])
-            print(f"  page: {write_comparison(run_dir, results)}")
-    except BusyError as error:
-        printing.complain(str(error))
-        return 1
+    run_dir = find_run(args.run, args.overrides)
+    results = [compare(run_dir, find_run(other)) for other in args.against]
+    metrics = read_named(run_dir / "metrics.jsonl", "iteration")
+    control = is_control(read_config(run_dir))
+    _show(summary(metrics, read_evaluations(run_dir), control))
+    print(f"  page: {Page(run_dir).write()}")
+    for result in results:
+        if not result.is_only_chance:
+            _show(lines(run_dir.resolve().name, result))
+    if results:
+        _show([f"  {INTERVAL}", *by_chance(run_dir, results)])
+        print(f"  page: {write_comparison(run_dir, results)}")
     return 0
 
 

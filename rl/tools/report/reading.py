@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 from rl.config.loading import find_config, located
@@ -202,112 +203,11 @@ Points = list[tuple[float, float]]
 """(iteration, value)."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One metric of a curve."""
-
-    metric: str
-    label: str
-    style: str = "main"
-    """'main', 'dash', 'dot' or 'dashdot'."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One chart with one to five lines."""
-
-    title: str
-    lines: Sequence[Line]
-    top: float | None = None
-    """Upper end of the y axis; None = the largest value."""
-
-
-CURVES = (
-    Curve(
-        "Held-out reward",
-        (
-            Line("eval/reward", "held-out prompts"),
-            Line("eval/stock_reward", "the untrained system", "dash"),
-            Line("eval/bare_reward", "the user's own words", "dot"),
-            Line("eval_reference/reward", "given reference descriptions", "dashdot"),
-        ),
-        1.0,
-    ),
-    Curve(
-        "Reward in training",
-        (Line("reward/mean", "sampled"), Line("bare_reward", "the user's own words", "dot")),
-        1.0,
-    ),
-    Curve("Gain over the untrained system", (Line("eval/gain_over_stock", "held-out prompts"),)),
-    Curve("Gain of thinking", (Line("eval/gain_of_thought", "held-out prompts"),)),
-    Curve(
-        "KL to the start", (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3"))
-    ),
-    Curve("Entropy", (Line("policy/entropy", "per token"),)),
-    Curve(
-        "Completion length",
-        (
-            Line("tokens/completion_mean", "mean"),
-            Line("tokens/completion_max", "longest", "dot"),
-            Line("thought/tokens_mean", "thought, mean", "dash"),
-        ),
-    ),
-    Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
-    Curve(
-        "Groups without spread of rewards",
-        (Line("groups/zero_spread", "without spread"), Line("groups/dead", "dead", "dash")),
-        1.0,
-    ),
-    Curve(
-        "Not graded",
-        (
-            Line("status/ungraded", "ungraded"),
-            Line("status/policy_failed", "policy failed", "dash"),
-            Line("eval/ungraded", "held-out, ungraded", "dot"),
-            Line("status/unreadable", "unreadable reply", "dashdot"),
-        ),
-    ),
-    Curve(
-        "Drift: reward that fixed prompts lost",
-        (
-            Line("drift/bare_fall", "the user's own words"),
-            Line("drift/reference_fall", "reference descriptions", "dash"),
-        ),
-    ),
-    Curve(
-        "Pictures that equal their source",
-        (
-            Line("pictures/copies", "share"),
-            Line("pictures/rewarded_copies", "with a reward of at least 0.5", "dash"),
-        ),
-    ),
-    Curve("Similarity to the source", (Line("pictures/similarity", "mean"),)),
-    Curve("Sharpness against the source", (Line("pictures/sharpness", "mean"),)),
-    Curve("Saturation against the source", (Line("pictures/saturation", "mean"),)),
-    Curve(
-        "What the reward pays for (correlation within groups)",
-        (
-            Line("reward/correlation/similarity", "similarity"),
-            Line("reward/correlation/sharpness", "sharpness", "dash"),
-            Line("reward/correlation/saturation", "saturation", "dot"),
-            Line("reward/correlation/length", "length", "dashdot"),
-        ),
-    ),
-    Curve(
-        "Share of the reward's variance in a group",
-        (Line("reward/noise_variance_share", "rendering and judge"),),
-        1.0,
-    ),
-    Curve(
-        "Render pool",
-        (
-            Line("renderer/pool_workers", "workers that could draw"),
-            Line("renderer/pool_restarts", "workers lost", "dot"),
-        ),
-    ),
-    Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
-    Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),
+CURVES: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("page").joinpath("curves.json").read_text("utf-8")
 )
+"""The charts in order. A line is [metric, label, style]; `top`: upper end of the y axis, None = the
+largest value; `main`: shown without unfolding."""
 
 
 def points(metrics: Sequence[Record], name: str) -> Points:
@@ -315,7 +215,7 @@ def points(metrics: Sequence[Record], name: str) -> Points:
     return [
         (float(row["iteration"]), value)
         for row in metrics
-        if (value := number(row.get(name))) is not None and number(row["iteration"]) is not None
+        if (value := number(row.get(name))) is not None
     ]
 
 
@@ -328,13 +228,12 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
     value or None per row; `span`: iterations that a row averages; `docs`: metric -> (unit,
     meaning).
     """
-    rows = [row for row in metrics if number(row["iteration"]) is not None]
-    span = max(1, -(-(len(rows) - 2) // (MAX_POINTS - 2)))
-    middle = [rows[i : i + span] for i in range(1, len(rows) - 1, span)]
-    spans = [rows[:1], *middle, rows[-1:]] if len(rows) > 1 else [rows] * len(rows)
+    span = max(1, -(-(len(metrics) - 2) // (MAX_POINTS - 2)))
+    middle = [metrics[i : i + span] for i in range(1, len(metrics) - 1, span)]
+    spans = [each for each in (metrics[:1], *middle, metrics[1:][-1:]) if each]
     iterations = [_short(fmean(float(row["iteration"]) for row in each)) for each in spans]
     seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
-    names = sorted({name for row in rows for name in row} - {"iteration"})
+    names = sorted({name for row in metrics for name in row} - {"iteration"})
     columns = {name: [mean(each, name) for each in spans] for name in names}
     documented = ((name, doc_of(name)) for name in names)
     return {
@@ -360,10 +259,7 @@ def _short(value: float) -> float:
 
 
 # ---- folder --------------------------------------------------------------------------------------
-# Locks `<run>/report/` for one process at a time, and refuses symbolic links in it.
 
-MAX_WAIT_S = 30.0
-"""Longest wait for another report on this run."""
 _POLL_S = 0.1
 
 
@@ -371,20 +267,13 @@ class BusyError(ValueError):
     """Another process writes the same page, or follows the same run."""
 
 
-@contextmanager
-def for_one_report(folder: Path) -> Iterator[None]:
-    """Lock the folder against other reports. Raises ValueError if the folder, its `data` or an
-    entry of either is a symbolic link, BusyError if it stays locked for `MAX_WAIT_S`."""
-    for inner in (folder, folder / "data"):
-        entries = inner.iterdir() if inner.is_dir() and not inner.is_symlink() else ()
-        for path in (inner, *entries):
-            if path.is_symlink():
-                raise ValueError(
-                    f"{path} is a link, which might lead out of the run folder; remove it"
-                )
+def own_folder(folder: Path) -> Path:
+    """`folder`, made if it does not exist. Raises ValueError if it or anything in it is a link."""
+    for path in (folder, *folder.glob("*"), *folder.glob("data/*")):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link, which might lead out of the run folder; remove it")
     private_folder(folder)
-    with locked(folder / ".lock", MAX_WAIT_S):
-        yield
+    return folder
 
 
 @contextmanager
@@ -412,56 +301,29 @@ def locked(file: Path, wait_s: float) -> Iterator[None]:
 # Makes a data page's rows from episodes and held-out records; drops values of a wrong type.
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much of an episode a page keeps."""
-
-    text_chars: int
-    """Limit for an instruction, a completion or a cause of failure."""
-    reply_chars: int
-    num_tokens: int
-    """Limit for tokens with their log-probs."""
+MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_TOKENS = 4000, 2000, 1024
+"""What the page shows of a text, of a judge's reply and of a completion's tokens."""
 
 
-WHOLE = Limits(20_000, 20_000, 20_000)
-LEVELS = (WHOLE, Limits(4000, 2000, 1024), Limits(2000, 800, 256), Limits(1000, 300, 64))
-"""Tried in order until a page is small enough."""
-_INCOMPLETE = "\ufffd"
-_MAX_JOINED = 8
-"""Maximum number of tokens that form one character together."""
-
-
-class Pieces:
-    """Decodes single tokens of a run's policy, if its tokenizer is on this machine. Makes no
-    network requests."""
+class Pieces(dict[int, str]):
+    """Token id -> its text, by the tokenizer of a run's policy if that is on this machine, else
+    the id as text. Makes no network requests."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """`config`: the content of the run's `config.json`."""
+        super().__init__()
         self._tokenizer = _tokenizer(config)
 
-    def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """The text of each token; if several form one character, the first gets it and the others
-        ''. None if the texts are unknown."""
-        if self._tokenizer is None:
-            return None
-        texts: list[str] = []
-        pending: list[int] = []
-        for token in token_ids:
-            pending.append(token)
-            text = self._decoded(pending)
-            if text is None:
-                return None
-            if _INCOMPLETE in text and len(pending) < _MAX_JOINED:
-                continue
-            texts += [text, *[""] * (len(pending) - 1)]
-            pending = []
-        return texts + [self._decoded(pending) or "", *[""] * (len(pending) - 1)] * bool(pending)
+    @property
+    def are_known(self) -> bool:
+        return self._tokenizer is not None
 
-    def _decoded(self, token_ids: Sequence[int]) -> str | None:
+    def __missing__(self, token: int) -> str:
         try:
-            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-        except (OverflowError, TypeError, ValueError):  # ids outside the vocabulary
-            return None
+            piece = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        except (AttributeError, OverflowError, TypeError, ValueError):  # outside the vocabulary
+            piece = f"{token} "
+        return self.setdefault(token, piece)
 
 
 def _tokenizer(config: Mapping[str, Any]) -> Any:
@@ -470,16 +332,12 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
     if not isinstance(path, str):
         return None
     try:
+        from huggingface_hub import try_to_load_from_cache
         from tokenizers import Tokenizer
 
         file = Path(located(path)) / "tokenizer.json"
         if not file.is_file():
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(path, "tokenizer.json")
-            if not isinstance(cached, str):
-                return None
-            file = Path(cached)
+            file = Path(str(try_to_load_from_cache(path, "tokenizer.json")))
         return Tokenizer.from_file(str(file))
     # tokenizers raises bare Exceptions for an unreadable file; ImportError: it is not installed.
     except Exception:
@@ -520,21 +378,21 @@ def _parts(row: Record, names: Sequence[str]) -> list[float | None]:
 
 
 def group_row(
-    rows_G: Sequence[Record], names: Sequence[str], run_dir: Path, pieces: Pieces, limits: Limits
+    rows_G: Sequence[Record], names: Sequence[str], run_dir: Path, pieces: Pieces
 ) -> dict[str, Any]:
     """A group with all its completions, for the page's group view."""
     first = rows_G[0]
     bare = first.get("bare")
     file_of = partial(picture_of, run_dir)
-    bare_row = _member(bare, names, file_of, pieces, limits) if isinstance(bare, Mapping) else None
+    bare_row = _member(bare, names, file_of, pieces) if isinstance(bare, Mapping) else None
     return {
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
-        "say": text(first.get("instruction"), limits.text_chars),
+        "say": text(first.get("instruction"), MAX_TEXT_CHARS),
         **_sources(first, file_of),
         "goal": file_of(first.get("target_file")) or file_of(first.get("target_thumbnail")),
         "rank": first.get("rank") if type(first.get("rank")) is int else 0,
-        "of": [_member(row, names, file_of, pieces, limits) for row in rows_G],
+        "of": [_member(row, names, file_of, pieces) for row in rows_G],
         "bare": bare_row,
     }
 
@@ -546,21 +404,17 @@ def _sources(row: Record, file_of: Callable[[object], str | None]) -> dict[str, 
 
 
 def _member(
-    row: Record,
-    names: Sequence[str],
-    file_of: Callable[[object], str | None],
-    pieces: Pieces,
-    limits: Limits,
+    row: Record, names: Sequence[str], file_of: Callable[[object], str | None], pieces: Pieces
 ) -> dict[str, Any]:
     """One completion of training or evaluation. `file_of`: a picture's path, or None."""
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
-        "text": text(words_of(row), limits.text_chars),
-        "think": text(row.get("thought"), limits.text_chars),
+        "text": text(words_of(row), MAX_TEXT_CHARS),
+        "think": text(row.get("thought"), MAX_TEXT_CHARS),
         "end": text(row.get("finish"), 40),
         "st": text(row.get("status"), 40),
-        "why": text(row.get("failure"), limits.text_chars),
+        "why": text(row.get("failure"), MAX_TEXT_CHARS),
         "r": short(row.get("reward")),
         "adv": short(row.get("advantage"), 3),
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
@@ -568,13 +422,13 @@ def _member(
         "parts": _parts(row, names),
         "img": file_of(row.get("image_file")) or file_of(row.get("thumbnail")),
         "said": {
-            text(name, 100): [text(reply, limits.reply_chars) for reply in texts]
+            text(name, 100): [text(reply, MAX_REPLY_CHARS) for reply in texts]
             for name, texts in replies.items()
             if isinstance(texts, Sequence) and not isinstance(texts, str)
         },
     }
     regions = _regions(row.get("regions"))
-    return member | ({"regions": regions} if regions else {}) | _tokens(row, pieces, limits)
+    return member | ({"regions": regions} if regions else {}) | _tokens(row, pieces)
 
 
 def _regions(by_reward: object) -> list[list[Any]]:
@@ -590,62 +444,49 @@ def _regions(by_reward: object) -> list[list[Any]]:
     return rows
 
 
-def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
-    """`tok`: texts, or ids without a tokenizer; `lp`: hundredths of nats; `cut`: number of tokens
+def _tokens(row: Record, pieces: Pieces) -> dict[str, Any]:
+    """`tok`: texts; `lp`: log-probs, nats; `ids`: whether `tok` are ids; `cut`: number of tokens
     left out."""
-    ids, logprobs = row.get("token_ids"), row.get("sampler_logprobs")
+    ids, logprobs, forced = (row.get(name) for name in ("token_ids", "sampler_logprobs", "forced"))
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         return {}
     if not all(type(token) is int for token in ids):
         return {}
-    kept = ids[: limits.num_tokens]
-    hundredths = [short(logprob, 2) for logprob in logprobs[: len(kept)]]
-    fields: dict[str, Any] = {
-        "tok": pieces.of(kept) or kept,
-        "lp": [None if value is None else round(100 * value) for value in hundredths],
+    return {
+        "tok": [pieces[token] for token in ids[:MAX_TOKENS]],
+        "lp": [
+            round(value, 2) if isinstance(value, (int, float)) and abs(value) < 1e6 else None
+            for value in logprobs[: min(len(ids), MAX_TOKENS)]
+        ],
+        "ids": not pieces.are_known,
+        "forced": [bool(flag) for flag in forced[:MAX_TOKENS]] if isinstance(forced, list) else [],
+        "cut": len(ids[MAX_TOKENS:]),
     }
-    if isinstance(row.get("forced"), list) and any(row["forced"]):
-        fields["forced"] = [int(bool(forced)) for forced in row["forced"][: len(kept)]]
-    return fields | ({"cut": len(ids) - len(kept)} if len(kept) < len(ids) else {})
 
 
-def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str], run_dir: Path) -> list[Any]:
-    """The values by which groups are filtered: index, category, instruction, mean, minimum and
-    maximum reward, standard deviation, number of episodes by status, means of the parts, pictures
-    (the source, the completion with the largest reward, and that with the smallest)."""
+def finding_row(rows_G: Sequence[Record], names: Sequence[str], run_dir: Path) -> dict[str, Any]:
+    """The values by which groups are filtered: category, instruction, rewards of the graded
+    episodes, statuses of all, means of the parts, and at most three distinct pictures (the source,
+    the completion with the largest reward, and that with the smallest), thumbnails where there are
+    any."""
     first = rows_G[0]
-    rewards = [value for row in rows_G if (value := short(row.get("reward"))) is not None]
-    status: dict[str, int] = {}
-    for row in rows_G:
-        name = text(row.get("status"), 40)
-        status[name] = status.get(name, 0) + 1
-    columns = [_parts(row, names) for row in rows_G]
-    means = [
-        round(fmean(graded), 4) if (graded := [v for v in column if v is not None]) else None
-        for column in zip(*columns, strict=True)
-    ]
-    return [
-        g,
-        text(first.get("category"), 60),
-        text(first.get("instruction"), 160),
-        round(fmean(rewards), 4) if rewards else None,
-        min(rewards, default=None),
-        max(rewards, default=None),
-        round(pstdev(rewards), 4) if rewards else None,
-        status,
-        means,
-        _list_pictures(rows_G, run_dir),
-    ]
-
-
-def _list_pictures(rows_G: Sequence[Record], run_dir: Path) -> list[str]:
-    """At most three distinct pictures, thumbnails where there are any."""
-    graded = [row for row in rows_G if number(row.get("reward")) is not None] or rows_G[:1]
-    graded = sorted(graded, key=lambda row: number(row.get("reward")) or 0.0)
-    source_file, small = source_places(rows_G[0])[0]
-    places = [small or source_file]
-    places += [row.get("thumbnail") or row.get("image_file") for row in (graded[-1], graded[0])]
-    return [p for p in dict.fromkeys(map(partial(picture_of, run_dir), map(str, places))) if p]
+    graded = [row for row in rows_G if short(row.get("reward")) is not None]
+    graded.sort(key=lambda row: float(row["reward"]))
+    columns = zip(*(_parts(row, names) for row in rows_G), strict=True)
+    values = [[value for value in column if value is not None] for column in columns]
+    source, small = source_places(first)[0]
+    places = [small or source]
+    for row in (graded or rows_G)[-1], (graded or rows_G)[0]:
+        places.append(row.get("thumbnail") or row.get("image_file"))
+    pictures = [picture_of(run_dir, place) for place in places]
+    return {
+        "cat": text(first.get("category"), 60),
+        "say": text(first.get("instruction"), 160),
+        "rewards": [short(row["reward"]) for row in graded],
+        "st": [text(row.get("status"), 40) for row in rows_G],
+        "parts": [round(fmean(column), 4) if column else None for column in values],
+        "pictures": list(dict.fromkeys(filter(None, pictures))),
+    }
 
 
 def histogram(values: Iterable[float | None], step: float, first: float, num: int) -> list[int]:
@@ -659,21 +500,16 @@ def histogram(values: Iterable[float | None], step: float, first: float, num: in
 
 
 def record_row(
-    record: Record,
-    names: Sequence[str],
-    folder: Path,
-    stock: str | None,
-    pieces: Pieces,
-    limits: Limits,
+    record: Record, names: Sequence[str], folder: Path, stock: str | None, pieces: Pieces
 ) -> dict[str, Any]:
     """A held-out sample. `stock`: the file of the stock arm's picture, in `<run>/stock`."""
     file_of = partial(picture, folder)
     return {
-        **_member(record, names, file_of, pieces, limits),
+        **_member(record, names, file_of, pieces),
         "id": text(str(record["id"]), 300),
         "cat": text(record.get("category"), 200),
-        "say": text(record.get("instruction"), limits.text_chars),
-        "ref": text(record.get("reference"), limits.text_chars),
+        "say": text(record.get("instruction"), MAX_TEXT_CHARS),
+        "ref": text(record.get("reference"), MAX_TEXT_CHARS),
         "bare": short(record.get("bare_reward")),
         "stock": short(record.get("stock_reward")),
         **_sources(record, file_of),

@@ -158,13 +158,10 @@ page.hash = (state) => "#" + Object.entries(state)
   .map(([name, value]) => (name === "view" ? value : `${name}=${encodeURIComponent(value)}`))
   .join("&");
 
-// All rows of an evaluation, whose data may be split into several pages.
+// An evaluation with its rows and the names of the reward's parts.
 page.evaluation = async (set) => {
-  const names = [set.page];
-  for (let file = 2; file <= set.files; file += 1) names.push(`${set.page}_${file}`);
-  const pages = (await Promise.all(names.map(page.load))).filter((data) => data !== null);
-  if (!pages.length) return null;
-  return {set, parts: pages[0].parts, cut: pages[0].cut, rows: pages.flatMap((data) => data.rows)};
+  const data = await page.load(set.page);
+  return data && {set, ...data};
 };
 
 page.setName = (set) => `${set.it} iterations`;
@@ -217,7 +214,6 @@ page.record = (row, parts) => Object.fromEntries(Object.entries(row).map(([key, 
     adv: "advantage", seed: "noise_seed", s: "judge_s", said: "replies", src: "source", img: "picture", goal: "target",
     cat: "category", of: "completions", tok: "tokens", lp: "sampler_logprobs", ref: "reference"}[key] ?? key,
   key === "parts" ? Object.fromEntries(parts.map((name, at) => [name, value[at]]))
-    : key === "lp" ? value.map((hundredths) => hundredths && hundredths / 100)
     : key === "of" ? value.map((one) => page.record(one, parts))
     : value?.parts ? page.record(value, parts) : value]));
 

@@ -149,10 +149,14 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
   };
 
   // The first held-out sample that was drawn, before and after, for the overview.
-  page.firstSample = (place) => {
-    if (place.hasChildNodes() || !page.facts.first.length) return;
-    const [before, after] = page.facts.first;
+  page.firstSample = async (place) => {
+    if (place.hasChildNodes() || page.facts.sets.length < 2) return;
     const sets = page.sets({});
+    const [old, now] = await Promise.all(sets.map(page.evaluation));
+    const beforeOf = (row) => old?.rows.find((one) => one.id === row.id);
+    const after = now?.rows.find((row) => row.img && beforeOf(row));
+    if (!after) return;
+    const before = beforeOf(after);
     const drawn = (row, at, name) => page.figure(page.at(sets[at].base, row.img), `${row.say} (${name})`,
       `${name}: `, page.reward(row), ", ", isolated(row.text || "(no words)"));
     const link = page.hash({eval: sets[1].it, id: after.id, a: sets[0].page});
@@ -180,11 +184,15 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
         page.signed(gain, 2), after.cat ? isolated(after.cat) : null));
   };
 
-  // A row of `find_*.js`, whose columns are those of `finding_row` in `rl/tools/report/reading.py`.
-  const group = (it, names, row) => ({
-    it, names, g: row[0], cat: row[1], say: row[2], mean: row[3], low: row[4], high: row[5],
-    spread: row[6], st: row[7], parts: row[8], pictures: row[9],
-  });
+  // A row of `find_*.js` (`finding_row` in `rl/tools/report/reading.py`) with its statistics.
+  const group = (it, names, row, g) => {
+    const num = row.rewards.length;
+    const mean = num ? row.rewards.reduce((sum, reward) => sum + reward, 0) / num : null;
+    const spread = num ? Math.sqrt(row.rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / num) : null;
+    const st = {};
+    for (const status of row.st) st[status] = (st[status] ?? 0) + 1;
+    return {...row, it, names, g, mean, spread, st, low: row.rewards[0] ?? null, high: row.rewards.at(-1) ?? null};
+  };
   let groups = null;
   const shows = {
     pictures: (one) => one.pictures.length, none: (one) => !one.pictures.length, failed: (one) => notScored(one.st),
@@ -200,7 +208,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
       const names = chunks.slice(start, start + 8).map((chunk) => `find_${page.padded(chunk)}`);
       for (const chunk of await Promise.all(names.map(page.load))) {
         for (const [it, iteration] of Object.entries(chunk ?? {})) {
-          for (const row of iteration.rows) all.push(group(Number(it), iteration.parts, row));
+          all.push(...iteration.rows.map((row, g) => group(Number(it), iteration.parts, row, g)));
         }
       }
     }

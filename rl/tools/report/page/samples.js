@@ -1,5 +1,5 @@
 // The view of one sample: a training group with all its completions, or a held-out sample with its
-// arms and its other evaluations.
+// variants and its other evaluations.
 {
   const {el, isolated, num} = page;
   const MAX_ACROSS = 12;
@@ -21,10 +21,6 @@
   const title = (text, ...about) => [
     el("h2", {id: "sample-title", tabindex: -1}, isolated(text || "(no instruction)")),
     el("p", {class: "soft"}, ...about)];
-
-  const shortened = (cut) => cut &&
-    el("p", {class: "fine"}, `Shortened, so that the page stays small: texts to ${cut[0]} characters, ` +
-      `replies to ${cut[1]}, log-probs to ${cut[2]} tokens. episodes/ has all of it.`);
 
   const partsTable = (names, values) => names.length === 0 ? null :
     el("details", {}, el("summary", {}, `${names.length} parts of the reward`),
@@ -48,19 +44,17 @@
   const tokens = (one) => {
     if (!one.tok) return null;
     const spans = one.tok.map((token, at) => {
-      const nats = one.lp[at] === null || one.lp[at] === undefined ? null : one.lp[at] / 100;
+      const nats = one.lp[at] ?? null;
       const forced = one.forced?.[at];
       const probability = nats === null ? 1 : Math.min(1, Math.exp(nats));
-      const text = typeof token === "number" ? `${token} ` : token;
       const span = el("span", {class: forced ? "forced" : null,
-        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `probability ${(100 * probability).toFixed(probability < 0.1 ? 2 : 0)} %, ${num(nats, 2)} nats`}${forced ? ", forced" : ""}`}, text);
+        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `probability ${(100 * probability).toFixed(probability < 0.1 ? 2 : 0)} %, ${num(nats, 2)} nats`}${forced ? ", forced" : ""}`}, token);
       span.style.setProperty("--doubt", (1 - probability).toFixed(2));
       return span;
     });
-    const ids = typeof one.tok[0] === "number";
     return el("details", {open: one.tok.length <= OPEN_TOKENS}, el("summary", {},
       `${one.tok.length}${one.cut ? ` of ${one.tok.length + one.cut}` : ""} tokens by probability` +
-      (ids ? ", as ids: the tokenizer is not on this machine" : "")),
+      (one.ids ? ", as ids: the tokenizer is not on this machine" : "")),
       el("p", {class: "tokens"}, spans));
   };
 
@@ -70,9 +64,9 @@
     ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.isolated(one.think, "p")) : null;
 
   const provenance = (one) => el("p", {class: "fine"},
-    `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
+    `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; grade after ${num(one.s, 2)} s`));
 
-  // Equal completions, which share their picture and verdict: [{one, times}], in order.
+  // Equal completions, which share their picture and grade: [{one, times}], in order.
   const distinct = (members) => {
     const kinds = new Map();
     for (const one of members) {
@@ -91,10 +85,10 @@
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), provenance(one));
 
-  // The bare arm: the user's own words, rendered under the group's noise; it is not trained on.
-  const bareArm = (one, group, names) => el("article", {class: "member", "aria-label": "the bare arm"},
-    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "bare arm, the user's own words")),
-    one.img ? page.withRegions(page.figure(page.at("../", one.img), group.say, "picture of the bare arm"), one.regions) : null,
+  // The bare variant: the user's own words, rendered under the group's noise; it is not trained on.
+  const bareVariant = (one, group, names) => el("article", {class: "member", "aria-label": "the bare variant"},
+    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "bare variant, the user's own words")),
+    one.img ? page.withRegions(page.figure(page.at("../", one.img), group.say, "picture of the bare variant"), one.regions) : null,
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), provenance(one));
 
@@ -102,11 +96,7 @@
     const it = Number(state.it);
     const g = Number(state.g ?? 0);
     const name = `it_${page.padded(it)}`;
-    let data = await page.load(name);
-    if (data) {
-      const file = data.starts.findLastIndex((start) => start <= g);
-      if (file > 0) data = await page.load(`${name}_${file + 1}`);
-    }
+    const data = await page.load(name);
     const at = page.facts.iterations.indexOf(it);
     const numGroups = page.facts.groups[at] ?? 0;
     const link = (i, j) => `#it=${i}&g=${j}`;
@@ -115,8 +105,7 @@
     const after = g + 1 < numGroups ? link(it, g + 1)
       : at >= 0 && at + 1 < page.facts.iterations.length ? link(page.facts.iterations[at + 1], 0) : null;
     const top = crumbs(["#training", "All groups"], [before, after], `group ${g + 1} of ${numGroups} of iteration ${it}`);
-    const start = data ? data.starts.findLast((first) => first <= g) : 0;
-    const group = data?.rows[g - start];
+    const group = data?.rows[g];
     if (!group) {
       section().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`, "is not on record."));
       return;
@@ -134,14 +123,13 @@
         group.cat ? [", ", isolated(group.cat)] : null, `, ${group.of.length} completions under one noise`),
       sources.length || group.goal ? el("div", {class: "tops"}, sources,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
-      shortened(data.cut),
       sources.length || group.goal || group.of.some((one) => one.img) ? null
         : el("p", {class: "fine"}, "No picture of this group is on record (tracking.keep_images_of_last_n_iterations)."),
       el("p", {class: "fine"}, members.length === 1 ? "All completions are equal."
         : "Equal completions are one card. Marked words differ from the most common completion."),
       group.of.some((one) => one.tok) ? scale : null,
       el("div", {class: "members"}, members.map((one, j) => member(one, j, group, data.parts, commonest.one.text)),
-        group.bare ? bareArm(group.bare, group, data.parts) : null),
+        group.bare ? bareVariant(group.bare, group, data.parts) : null),
       page.about(group, data.parts, page.editCommand("../", group, null), [...new Map(files)])].filter(Boolean));
   };
 
@@ -168,17 +156,16 @@
       return;
     }
     const old = (other && await page.evaluation(other))?.rows.find((one) => one.id === row.id);
-    const arm = (file, base, name, reward) => file || reward !== null
+    const variant = (file, base, name, reward) => file || reward !== null
       ? page.figure(page.at(base, file), `${row.say} (${name})`, `${name}: ${num(reward, 2)}`) : null;
     const across = el("div", {class: "across", tabindex: 0, role: "group", "aria-label": "the same sample after other iterations"});
     section().replaceChildren(...[top,
       ...title(row.say, `Held-out sample `, isolated(row.id), row.cat ? [", ", isolated(row.cat)] : null,
         ", ", isolated(page.setName(set))),
-      shortened(evaluation.cut),
       el("div", {class: "tops"}, page.sources(set.base, row),
         row.img ? page.withRegions(page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)), row.regions) : null,
-        arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
-        arm(row.simg, "../stock/", "stock arm, the untrained system", row.stock)),
+        variant(row.bimg, set.base, "bare variant, the user's own words", row.bare),
+        variant(row.simg, "../stock/", "stock variant, the untrained system", row.stock)),
       el("div", {class: "halves"}, old && (old.img || row.img) ? el("div", {class: "beside-each"},
         page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
           [page.setName(other), page.setName(set)])) : null,
