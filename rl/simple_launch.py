@@ -211,8 +211,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help=only(
             TRAIN,
-            "restart at most N times if the run fails (a rank is killed or hangs, a device or a "
-            "connection fails) and an iteration was saved since the last start",
+            "restart at most N times if the machine ended the run (a rank was killed by a signal, "
+            "or hung) and an iteration was saved since the last start",
         ),
     )
     add("--smoke", action="store_true", help=only(TRAIN, "two iterations, under a name of its own"))
@@ -286,12 +286,14 @@ def launch(
         is_stopped = ending.code - 128 in signals.STOP_SIGNALS
         if config is None or args.retries == 0 or ending.code == 0 or is_stopped:
             break
+        by_signal = ending.code - 128 in signal.valid_signals()  # never so after an exception
+        by_machine = by_signal or ending.code == supervision.HUNG_CODE
         saved = _iterations_on_disk(config.run_dir)
-        if start == args.retries or saved <= saved_before:
+        if start == args.retries or not by_machine or saved <= saved_before:
             _say(
-                f"not started again: {ending.what} (--retries {args.retries}: so many times, each "
-                "only if an iteration was saved since the last start; saved before this one: "
-                f"{saved_before}, now: {saved})"
+                f"not started again: {ending.what} (--retries {args.retries}: after so many "
+                "failures of the machine, each only if an iteration was saved since the last "
+                f"start; saved before this one: {saved_before}, now: {saved})"
             )
             break
         _say(f"started again, {start + 1} of {args.retries}: {ending.what}")

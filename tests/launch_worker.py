@@ -81,6 +81,8 @@ elif MODE == "frozen":
     signals.at_once(lambda: note("saved", "at once"))
     with heartbeat.phase("generate"):
         note("began", str(time.monotonic()))
+        if LAST:  # stops again after SIGCONT, as a debugger would
+            signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
         os.kill(os.getpid(), signal.SIGSTOP)
         while not signals.stop_received():
             exec("time.sleep(0.02)\n" * 10)  # on ten lines, so that its stack changes

@@ -367,12 +367,14 @@ GRACE_S = 300
 """How long ranks may take to save and exit before they are killed."""
 ALONE_GRACE_S = 45
 """The same if a rank hangs or a node is lost: ranks that wait for it can save but never exit."""
+STOPPED_GRACE_S = 5
+"""How long a rank may stay stopped after SIGCONT before it is killed."""
 KILL_S = 30
 HUNG_CODE = 124
 """The launcher's exit code after a hang; `timeout` uses the same."""
 FINISHED_CODE = 86
 """A rank's exit code when its script has ended. A 0 is not its own: a library or a plugin called
-`exit` or `os._exit` in the middle of the run."""
+`sys.exit` or `os._exit` in the middle of the run."""
 PEERS_TERM_S = 30
 """How long after a failure the other ranks may take to end by SIGTERM before SIGKILL."""
 
@@ -409,7 +411,7 @@ def of_failure(
     elif code > 0:
         what = f"rank {rank} failed: exit code {code}"
     else:
-        what = f"rank {rank} failed: a library or a plugin ended the process (os._exit) too early"
+        what = f"rank {rank} failed: a library or a plugin ended it (sys.exit, os._exit) too early"
         code = 1
     lines, reason = [f"{what}; logs: {log_dir}"], note.get("reason", "")
     if rank != 0 and reason != by_rank[0].get("reason"):  # rank 0 has printed its reason
@@ -466,23 +468,28 @@ class Ranks:
 
     def leave(self, signums: list[int], grace_s: float = GRACE_S) -> None:
         """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all have
-        exited; kill the rest after `grace_s`."""
-        end_s, num_sent = time.monotonic() + grace_s, 0
+        exited; kill the rest after `grace_s`, and ranks that stay stopped much sooner: only then
+        can ranks that wait for them exit. (Each saves in a thread when the signal comes.)"""
+        began_s, num_sent = time.monotonic(), 0
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
             if num_sent < len(signums):
                 _send(living, *signums[num_sent:], signal.SIGCONT)
                 num_sent = len(signums)
-            if time.monotonic() > end_s:
-                names = ", ".join(f"rank {rank}" for rank in living)
-                self._say(
-                    f"killed, as they did not exit within {grace_s:g} s of being asked: {names}"
-                )
-                _send(living, signal.SIGKILL)
-                for process in living.values():
-                    with suppress(subprocess.TimeoutExpired):  # e.g. one waits for a dead disk
-                        process.wait(KILL_S)
-                return
+            waited_s = time.monotonic() - began_s
+            if waited_s > grace_s:
+                return self._kill(living, f"they did not exit within {grace_s:g} s of being asked")
+            stopped = {r: p for r, p in living.items() if _process_state(p.pid) in ("T", "t")}
+            if stopped and waited_s > STOPPED_GRACE_S:
+                self._kill(stopped, "they are stopped, and SIGCONT does not continue them")
+                grace_s = min(grace_s, ALONE_GRACE_S)
             time.sleep(0.2)
+
+    def _kill(self, living: Mapping[int, subprocess.Popen[bytes]], why: str) -> None:
+        self._say(f"killed, as {why}: {', '.join(f'rank {rank}' for rank in living)}")
+        _send(living, signal.SIGKILL)
+        for process in living.values():
+            with suppress(subprocess.TimeoutExpired):  # e.g. one waits for a dead disk
+                process.wait(KILL_S)
 
 
 def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:

@@ -46,12 +46,13 @@ def main() -> None:
             runpy.run_path(target, run_name="__main__")
         else:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
-        exit_codes.append(0)
+        exit_codes.append(FINISHED_CODE)
     except SystemExit as error:
         reason = f"SystemExit: {error.code}"
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         _write_note(note, ended_ns=time.time_ns(), reason=reason)
-        exit_codes.append(code)
+        is_end = code == 0 and target != "rl.train"  # which ends by returning
+        exit_codes.append(FINISHED_CODE if is_end else code)
         raise
     except BaseException as error:  # a plugin may raise KeyboardInterrupt or GeneratorExit, too
         trace = traceback.format_exc().rstrip()
@@ -76,7 +77,7 @@ def _leave(codes: list[int]) -> None:
     if codes:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(codes[0] or FINISHED_CODE)
+        os._exit(codes[0])
 
 
 def _write_note(note: Path, **row: Any) -> None:

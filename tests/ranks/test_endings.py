@@ -17,6 +17,7 @@ from rl.ranks.supervision import Ending
 KILLED = Ending(137, "rank 1 was killed by SIGKILL", ("rank 1 was killed by SIGKILL",))
 HUNG = Ending(124, "rank 1 hung")
 REFUSED = Ending(1, "rank 0 failed: exit code 1")
+EXITED = Ending(255, "rank 0 failed: exit code 255")
 DONE = Ending(0, "it is done")
 STOPPED = Ending(143, "", ("stopped by SIGTERM",))
 
@@ -46,6 +47,7 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
         ),
         ({0: (1, True)}, {0: {"ended_ns": 1}}, "rank 0 failed", 1),
         ({0: (-15, True)}, {}, "rank 0 was killed by SIGTERM", 143),
+        ({0: (-2, True)}, {}, "rank 0 was killed by SIGINT", 130),
     ],
 )
 def test_the_rank_that_failed_first_is_named(
@@ -74,10 +76,12 @@ def test_the_rank_that_failed_first_is_named(
         (3, [(KILLED, 1), (KILLED, 1)], 137, "not started again.*before this one: 1, now: 1"),
         (3, [(KILLED, 0)], 137, "not started again.*before this one: 0, now: 0"),
         (3, [(STOPPED, 2)], 143, "^stopped by SIGTERM; $"),
-        (3, [(REFUSED, 1), (REFUSED, 1)], 1, "1 of 3: .*not started again: rank 0 failed"),
+        (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
+        (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
+        (3, [(EXITED, 2)], 255, "not started again: rank 0 failed"),
     ],
 )  # fmt: skip
-def test_a_run_is_restarted_only_with_progress(
+def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -17,7 +17,7 @@ from tiny_ranks import held_port
 from tiny_waits import wait_for
 
 from rl import simple_launch
-from rl.ranks import signals
+from rl.ranks import signals, supervision
 from rl.ranks.supervision import RendezvousError, on_several_nodes
 from rl.simple_launch import main
 
@@ -179,7 +179,26 @@ def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
     process = launch("leaves", "--nproc", num_ranks)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended the process" in errors
+    assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
+
+
+@pytest.mark.parametrize(
+    ("target", "end", "code"),
+    [
+        ("rl.train", "sys.exit()", 0),  # of a library; the launcher takes 0 for a failure
+        ("rl.train", "None", supervision.FINISHED_CODE),
+        ("script.py", "sys.exit()", supervision.FINISHED_CODE),
+    ],
+)
+def test_a_run_is_finished_only_if_the_training_returns(
+    tmp_path: Path, target: str, end: str, code: int
+) -> None:
+    program = (
+        "import runpy, sys; from rl.ranks import worker; "
+        f"runpy.run_module = runpy.run_path = lambda *_, **__: {end}; worker.main()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(tmp_path), target]
+    assert subprocess.run(command, env={**os.environ, "RANK": "0"}).returncode == code
 
 
 @pytest.mark.slow
@@ -200,14 +219,16 @@ def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
 
 
 @pytest.mark.slow
-def test_at_a_stop_the_launcher_continues_a_stopped_rank(launch: Launch, tmp_path: Path) -> None:
+def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
+    launch: Launch, tmp_path: Path
+) -> None:
     process = launch("frozen", "--nproc", "2")
     wait_for(lambda: (tmp_path / "began_0").exists() and (tmp_path / "began_1").exists())
     process.terminate()
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=supervision.STOPPED_GRACE_S + 10)
     assert process.returncode == 128 + signal.SIGTERM
-    assert holds(errors, "SIGTERM ... resumes")
-    assert (tmp_path / "left_0").exists() and (tmp_path / "left_1").exists()
+    assert holds(errors, "killed ... stopped ... rank 1 ... SIGTERM ... resumes")
+    assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()
 
 
 @pytest.mark.slow

@@ -83,3 +83,10 @@ def test_a_run_with_a_killed_rank_is_started_again_up_to_the_retries(
     assert ended.has_error(f"started again, 1 of {retries}: rank 1 was killed by SIGKILL")
     assert ended.has_error(end) and ended.code == code
     assert ended.saved[-1] == f"step_{saved:06d}"
+
+
+@pytest.mark.slow
+def test_an_error_in_the_program_is_not_retried(models: dict[str, str], tmp_path: Path) -> None:
+    ended = Ended(models, tmp_path, "raised", "--retries", "3")
+    assert ended.has_error("not started again: rank 1 failed: exit code 1 ")
+    assert ended.code == 1 and ended.saved == ["step_000001"]
