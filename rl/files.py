@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -35,7 +37,8 @@ _REFUSED = {
 
 
 def no_links(path: str, flags: int, mode: int = 0o666) -> int:
-    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) for a link and for a pipe."""
+    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) for a link and for a pipe. A file
+    with a second name (a hard link) is first replaced by a copy, so that the other one stays."""
     # O_NONBLOCK has no effect on a regular file; without it, opening a pipe waits for a reader.
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -44,9 +47,15 @@ def no_links(path: str, flags: int, mode: int = 0o666) -> int:
         if error.errno not in _REFUSED:
             raise
         raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
+    if status.st_nlink > 1:
+        os.close(descriptor)
+        with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+            os.replace(shutil.copy2(path, folder), path)
+        descriptor = os.open(path, safe, mode)
     if flags & os.O_TRUNC:
         os.ftruncate(descriptor, 0)
     return descriptor

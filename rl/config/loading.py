@@ -422,12 +422,12 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "policy.thought.max_tokens": (None, "see sampling.max_completion_tokens"),
     "policy.thought.states": ("words", ""),
     "policy.constrained": (True, ""),
-    "policy.train_text_tokens_only": (False, ""),
-    "policy.train_vision_tokens_only": (False, ""),
-    "policy.text_only_cycle_steps": (10, ""),
-    "policy.text_only_steps": (10, ""),
-    "policy.vision_only_cycle_steps": (10, ""),
-    "policy.vision_only_steps": (10, ""),
+    "policy.train_text_tokens_only": (False, "EARL's cycles are gone"),
+    "policy.train_vision_tokens_only": (False, "EARL's cycles are gone"),
+    "policy.text_only_cycle_steps": (10, "EARL's cycles are gone"),
+    "policy.text_only_steps": (10, "EARL's cycles are gone"),
+    "policy.vision_only_cycle_steps": (10, "EARL's cycles are gone"),
+    "policy.vision_only_steps": (10, "EARL's cycles are gone"),
     "policy.text_encoder_subfolder": ("text_encoder", ""),
     "policy.max_kept_pictures": (64, ""),
     "policy.from_run": ("", "a new run sets policy.adapter_path, which takes a run folder"),
@@ -449,14 +449,8 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "rewards.*.batch_size": (16, "clip scores pictures one by one"),
     "rewards.*.scores.*.group": ("", "combine 'sqrt_min' is what 'viescore' does"),
     "rewards.*.think_tag": ("think", ""),
-    "text_only_cycle_steps": (10, "EARL's cycles are gone"),
-    "text_only_steps": (10, "EARL's cycles are gone"),
     "tracking.show_group_every_n_iterations": (10, "the page and episodes/ have every group"),
     "tracking.thumbnails_mb": (200.0, "see tracking.keep_images_of_last_n_iterations"),
-    "train_text_tokens_only": (False, "EARL's cycles are gone"),
-    "train_vision_tokens_only": (False, "EARL's cycles are gone"),
-    "vision_only_cycle_steps": (10, "EARL's cycles are gone"),
-    "vision_only_steps": (10, "EARL's cycles are gone"),
 }
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
@@ -567,6 +561,12 @@ MOVED: Mapping[str, str] = {
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
+    "train_text_tokens_only": "policy.train_text_tokens_only",
+    "text_only_cycle_steps": "policy.text_only_cycle_steps",
+    "text_only_steps": "policy.text_only_steps",
+    "train_vision_tokens_only": "policy.train_vision_tokens_only",
+    "vision_only_cycle_steps": "policy.vision_only_cycle_steps",
+    "vision_only_steps": "policy.vision_only_steps",
     "reward_function_api_base": "judge.api_base",
     "reward_function_api_model_name": "judge.model",
     "log_episodes_every_n_iterations": "tracking.log_episodes_every_n_iterations",
@@ -619,7 +619,7 @@ class Converted(BaseModel):
 
 _OTHERS: Values = dict.fromkeys(set(MOVED) - set(Converted.model_fields), (Any, None))
 EarlFields = create_model("EarlFields", __base__=Converted, **_OTHERS)
-"""The fields of EARL, without those in `GONE_KEYS`."""
+"""The fields of EARL."""
 
 
 def is_earls(values: Mapping[str, Any], required: Sequence[str]) -> bool:

@@ -270,15 +270,18 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
-        best on held-out samples, those without a line of metrics (one may be the best), those on
-        their way to the hub, every n-th, and those that somebody changed."""
-        rewards, every = held_out_rewards(self.folder.parent), self._config.keep_every_n_iterations
+        best on held-out samples, those that may be the best, those on their way to the hub, every
+        n-th, and those that somebody changed."""
+        rows, every = _rows_of(self.folder.parent), self._config.keep_every_n_iterations
+        rewards = held_out_rewards(self.folder.parent)
         steps = {iteration_of(path): path for path in steps_of(self.folder.parent)}
         whole = [iteration for iteration, path in steps.items() if is_as_written(path)]
         kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, rewards), *self._pusher.uploading}
+        best = max((rewards.get(iteration) or 0.0 for iteration in whole), default=0.0)
         for iteration in whole:
             is_nth = every and iteration % every == 0
-            if iteration in rewards and iteration not in kept and not is_nth:
+            may_be_best = _may_exceed(best, rows.get(iteration, {"eval/ungraded": 1.0}))
+            if iteration not in kept and not is_nth and not may_be_best:
                 path = steps[iteration]
                 path.rename(self.folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}")
 
@@ -381,13 +384,29 @@ def steps_of(run_dir: Path) -> list[Path]:
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
-    rewards: dict[int, float | None] = {0: None}  # there may be no line before training
-    for row in read_rows(run_dir / "metrics.jsonl")[0]:
-        if type(row.get("iteration")) is int:
-            reward: Any = row.get("eval/reward")
-            is_reward = type(reward) in (int, float) and 0 <= reward <= 1
-            rewards[row["iteration"]] = reward if is_reward else None
-    return rewards
+    return {it: _share(row, "eval/reward") for it, row in _rows_of(run_dir).items()}
+
+
+def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
+    """Iterations done -> last readable line of metrics.jsonl; there may be none before training."""
+    rows = read_rows(run_dir / "metrics.jsonl")[0]
+    return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}
+
+
+def _share(row: Mapping[str, Any], name: str) -> float | None:
+    value: Any = row.get(name)
+    return value if type(value) in (int, float) and 0 <= value <= 1 else None
+
+
+def _may_exceed(best: float, row: Mapping[str, Any]) -> bool:
+    """Whether the held-out mean would be above `best`, 0..1, if all samples that reached no judge
+    had reward 1. Unreadable replies are left out, as from the mean."""
+    reward = _share(row, "eval/reward")
+    if reward is None:
+        return "eval/ungraded" in row
+    ungraded, unreadable = (_share(row, f"eval/{n}") or 0 for n in ("ungraded", "unreadable"))
+    # That mean is 1 - (1 - reward) * (1 - ungraded) / (1 - unreadable).
+    return (1 - reward) * (1 - ungraded) < (1 - best) * (1 - unreadable)
 
 
 def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:

@@ -292,7 +292,12 @@ class RunRecord:
         set_aside/, because the run repeats them. Returns messages for the user."""
         if not self._dist.is_main:
             return []
-        return rewind(self.run_dir, iteration)
+        messages = rewind(self.run_dir, iteration)
+        episodes = self.run_dir / "episodes"
+        is_recorded = iteration <= 0 or iteration in _entries(episodes).values()
+        if self._records_episodes(iteration) and not is_recorded:
+            messages.append(f"{episodes} has none of iteration {iteration}")
+        return messages
 
     def has_line(self, iteration: int) -> bool:
         return any(row.get("iteration") == iteration for row in self.lines())

@@ -13,6 +13,7 @@ from tiny_messages import holds
 
 from rl.check.check_report import create_and_check, folder_problems
 from rl.files import append_line, no_links, private, write_atomically
+from rl.judge.http import ReplyJournal
 
 NOBODY = 65534
 
@@ -93,6 +94,29 @@ def assert_refused(path: Path, parts: str) -> None:
     for problems in (folder_problems(run_dir), create_and_check(run_dir)):
         [problem] = problems
         assert holds(problem, f"base_exp_dir: {path} ... {parts}")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: append_line(path, "a line\n"),
+        lambda path: write_atomically(path, "anew"),
+        lambda path: open(path, "a", opener=private).close(),
+        lambda path: open(path, "wb", opener=no_links).close(),
+        lambda path: ReplyJournal(path).put("new", "reply"),
+    ],
+)
+def test_a_snapshot_by_hard_links_is_not_written_through(tmp_path: Path, write) -> None:
+    """After `cp -al run snapshot`, one of the two is resumed."""
+    snapshot, path = tmp_path / "mine", tmp_path / "place"
+    snapshot.write_text('{"key": "a", "reply": "b"}\n{"key": ')
+    snapshot.chmod(0o644)
+    before = snapshot.read_bytes()
+    os.link(snapshot, path)
+    write(path)
+    assert snapshot.read_bytes() == before and snapshot.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_nlink == snapshot.stat().st_nlink == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "place"]
 
 
 def test_a_new_run_folder_is_private(tmp_path: Path) -> None:

@@ -59,6 +59,28 @@ def test_a_checkpoint_that_may_be_the_best_is_kept(tmp_path, line):
     assert names_in(tmp_path) == ["step_000010", "step_000020", "step_000040", "step_000050"]
 
 
+@pytest.mark.parametrize(
+    ("measured", "is_kept"),
+    [
+        ({"reward": None, "ungraded": 1.0}, True),
+        ({"reward": None, "ungraded": 1.0, "unreadable": 1.0}, True),
+        ({"reward": 0.5, "ungraded": 0.5}, True),  # up to 0.75
+        ({"reward": 0.5, "ungraded": 0.25}, False),  # up to 0.625
+        ({"reward": 0.5, "ungraded": 0.5, "unreadable": 0.5}, False),
+        ({"reward": 0.5, "ungraded": 0.0}, False),
+        ({"reward": None}, False),  # no evaluation
+    ],
+)
+def test_a_checkpoint_with_ungraded_samples_that_may_be_the_best_is_kept(
+    tmp_path, measured, is_kept
+):
+    checkpoints = checkpoints_in(tmp_path)
+    save(checkpoints, 10, **measured)
+    save_and_measure(checkpoints, {20: 0.625, 30: 0.25, 40: 0.5, 50: None})
+    kept = ["step_000010"] * is_kept + ["step_000020", "step_000040", "step_000050"]
+    assert names_in(tmp_path) == kept
+
+
 @pytest.mark.parametrize("reward", ["NaN", "true", '"high"', str(10**400), "1e300", "[1]"])
 def test_an_invalid_reward_counts_as_none(tmp_path, reward):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 3, "eval/reward": {reward}}}\n')

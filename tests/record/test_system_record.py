@@ -247,6 +247,11 @@ def test_missing_records_are_reported(tmp_path):
     path.unlink()
     [message] = record.rewind(19)
     assert message.startswith(f"{path} has no line of iterations [0, 1, 2") and len(message) < 400
+    (tmp_path / "episodes/it_000019.rank0.jsonl").unlink()
+    of_episodes = f"{tmp_path / 'episodes'} has none of iteration 19"
+    for every, messages in ((1, [message, of_episodes]), (2, [message]), (0, [message])):
+        record = record_in(tmp_path, tracking={"log_episodes_every_n_iterations": every})
+        assert record.rewind(19) == messages
 
 
 def test_a_line_written_after_an_incomplete_line_is_complete(tmp_path):

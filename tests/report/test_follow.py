@@ -334,7 +334,11 @@ def test_trackio_stays_on_this_machine_whatever_the_environment_says(
 
 def test_trackio_has_a_repeated_iteration_once(tmp_path: Path, fake: _Trackio) -> None:
     run_dir = write_run(tmp_path / "run")
+    (run_dir / "trackio").mkdir()
+    (tmp_path / "snapshot").touch()
+    (run_dir / "trackio/run.db").hardlink_to(tmp_path / "snapshot")
     sent(run_dir, trackio=True)
+    assert (tmp_path / "snapshot").stat().st_nlink == 1
     write_episodes(run_dir, 5)
     write_lines(run_dir / "metrics.jsonl", [metrics(iteration) for iteration in range(6)])
     sent(run_dir, trackio=True)

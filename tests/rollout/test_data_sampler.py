@@ -122,7 +122,7 @@ def test_a_bad_row_is_replaced_by_the_next_one():
         ({"id": 7}, "id 7 (int); expected str"),
         ({"instruction": None}, "instruction None (NoneType); expected str"),
         ({"sources": ["a.png"]}, "sources ['a.png'] (list); expected tuple"),
-        ({"sources": ("a.png",)}, "a source 'a.png' (str); expected Image"),
+        ({"sources": ("a.png",)}, "sources ('a.png',) (tuple); expected pictures"),
         ({"target": "a.png"}, "target 'a.png' (str); expected PIL.Image.Image | None"),
         ({"hidden": None}, "hidden None (NoneType); expected Mapping"),
         (None, "is None (NoneType); expected rl.api.types.Sample"),

@@ -358,9 +358,12 @@ def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, policy, section)
     arguments = [str(run), str(tmp_path / "model"), "--as", "adapter"]
     assert "there is no adapter" in refusal(export.main, arguments)
-    export.main([str(run), str(tmp_path / "model"), "--checkpoint", "2"])
     model_dir = run / "checkpoints" / "step_000002" / "model"
-    assert set(file_names(tmp_path / "model")) == {*file_names(model_dir), "README.md"}
+    written = file_names(model_dir)
+    for folder in (run, model_dir):
+        (folder / "picture.png").touch()
+    export.main([str(run), str(tmp_path / "model"), "--checkpoint", "2"])
+    assert set(file_names(tmp_path / "model")) == {*written, "README.md"}
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
         expected = policy.module.base_model(ids).logits

@@ -36,7 +36,15 @@ from rl.config import loading
 from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
 from rl.console import warn
-from rl.files import downscale, hold, private_folder, row_of, side_by_side, write_atomically
+from rl.files import (
+    downscale,
+    hold,
+    private,
+    private_folder,
+    row_of,
+    side_by_side,
+    write_atomically,
+)
 from rl.printing import code, scrub, text
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
@@ -332,6 +340,8 @@ class Trackio(View):
         for name in REDIRECTS:
             os.environ.pop(name, None)
         private_folder(self.folder / "trackio")
+        for file in (self.folder / "trackio").glob("*.db*"):
+            open(file, "ab", opener=private).close()  # a snapshot by hard links keeps its own
         os.environ["TRACKIO_DIR"] = str(self.folder.resolve() / "trackio")  # read at import
         self._trackio = import_module("trackio")
         self._page = self._trackio.init(
