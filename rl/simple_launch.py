@@ -342,7 +342,8 @@ def _run_ranks(
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-        ranks, ending = supervision.Ranks(processes, watch, _say), None
+        checkpoints = log_dir.parent / "checkpoints"
+        ranks, ending = supervision.Ranks(processes, watch, _say, checkpoints), None
         began_s, line_s = time.monotonic(), LOADING_LINE_S
         while ending is None:
             spent_s = time.monotonic() - began_s

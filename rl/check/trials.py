@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -34,9 +34,6 @@ from rl.printing import excerpt
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores
-
-if TYPE_CHECKING:
-    pass
 
 # ---- dry run -------------------------------------------------------------------------------------
 # Runs plugins once on made-up inputs, before any model is loaded.
@@ -328,8 +325,8 @@ MAX_UNGRADED = 0.05
 """Largest share of results that get no usable reply: over all, and in each kind."""
 MIN_PAIRS = 8
 """A kind or category with fewer pairs decides nothing by itself."""
-RULES = 2
-"""The number of the rules that decide; an audit by others counts as none."""
+RULES = 3
+"""The number of the cases and rules that decide; an audit by others counts as none."""
 PICTURES = frozenset({"source", "image", "target"})
 AUDIT = (
     *(sys.executable, "-u", "-P", "-m", "rl.tools.commands.audit_judge"),

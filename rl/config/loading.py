@@ -455,6 +455,17 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
 `type` has a dot, may have a key of that name."""
+COMPUTED = (
+    "policy.thought.*",
+    "policy.constrained",
+    "policy.train_*",
+    "policy.text_encoder_subfolder",
+    "renderer.sigmas",
+    "renderer.scheduler_overrides.*",
+    "rewards.*_tag",
+    "rewards.*.scores.*.group",
+)
+"""Those of `GONE_KEYS` with which a run computed something else."""
 
 
 def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -486,8 +497,10 @@ def without_gone_keys(
         if not is_own and any(fnmatchcase(key, pattern) for pattern in GONE_KEYS):
             gone[key] = value
         elif isinstance(value, Mapping) and (not is_own or name == "judge"):
-            kept[name], inner = without_gone_keys(value, key)
+            rest, inner = without_gone_keys(value, key)
             gone |= inner
+            if rest or not inner:
+                kept[name] = rest
         else:
             kept[name] = value
     return kept, gone
@@ -505,12 +518,17 @@ def use_of_gone_keys(gone: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+def stored(config: Mapping[str, Any], label: str, to_use: bool = False) -> dict[str, Any]:
     """A run's stored config, without `GONE_KEYS`; `label` is its name in messages. Raises
-    ValueError if it has another format."""
+    ValueError if it has another format; `to_use`: to go on with the run, so also if it sets a
+    removed key that changed what the run computed."""
     if problem := refusal(label, number_of(config), CONFIG_FORMAT, oldest=CONFIG_FORMAT):
         raise ValueError(problem)
-    return without_gone_keys(config)[0]
+    kept, gone = without_gone_keys(config)
+    computed = {k: v for k, v in gone.items() if any(fnmatchcase(k, p) for p in COMPUTED)}
+    if to_use and (problems := use_of_gone_keys(computed)):
+        raise ValueError(f"{label} needs an older version: {'; '.join(problems)}")
+    return kept
 
 
 # ---- earl fields ---------------------------------------------------------------------------------
@@ -641,6 +659,10 @@ def from_earl(
     if fields is None:
         return {}, problems
     converted, problems = _converted(fields)
+    # EARL reads the lengths of a cycle only if its switch is on.
+    for kind in ("text", "vision"):
+        if not flat.get(f"train_{kind}_tokens_only"):
+            flat = {n: v for n, v in flat.items() if not n.startswith(f"{kind}_only_")}
     moved = {MOVED[name]: value for name, value in flat.items() if name in MOVED}
     run: Values = {}
     for key, value in (FIXED | {"run_name": file_name} | moved | converted).items():

@@ -366,7 +366,8 @@ def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say
 GRACE_S = 300
 """How long ranks may take to save and exit before they are killed."""
 ALONE_GRACE_S = 45
-"""The same if a rank hangs or a node is lost: ranks that wait for it can save but never exit."""
+"""The same if a rank hangs or a node is lost, and none is writing a checkpoint: ranks that wait for
+it can save but never exit."""
 STOPPED_GRACE_S = 5
 """How long a rank may stay stopped after SIGCONT before it is killed."""
 KILL_S = 30
@@ -427,9 +428,11 @@ class Ranks:
         processes: Mapping[int, subprocess.Popen[bytes]],
         watch: HangWatch,
         say: Callable[[str], None],
+        checkpoints: Path,
     ) -> None:
-        """`processes`: by rank. `say` prints a line."""
+        """`processes`: by rank; `say` prints a line; `checkpoints`: the run's folder."""
         self._processes, self._watch, self._say = processes, watch, say
+        self._checkpoints = checkpoints
 
     def all_done(self) -> bool:
         return all(process.poll() == FINISHED_CODE for process in self._processes.values())
@@ -476,7 +479,8 @@ class Ranks:
                 _send(living, *signums[num_sent:], signal.SIGCONT)
                 num_sent = len(signums)
             waited_s = time.monotonic() - began_s
-            if waited_s > grace_s:
+            is_saving = any(self._checkpoints.glob(".tmp-step_*"))
+            if waited_s > (GRACE_S if is_saving else grace_s):
                 return self._kill(living, f"they did not exit within {grace_s:g} s of being asked")
             stopped = {r: p for r, p in living.items() if _process_state(p.pid) in ("T", "t")}
             if stopped and waited_s > STOPPED_GRACE_S:

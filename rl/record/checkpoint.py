@@ -451,7 +451,7 @@ def read_state(path: Path) -> dict[str, Any]:
         shown = f"iteration {iteration!r:.30}, meta of type {type(meta).__name__}"
         raise ValueError(f"{path / 'state.json'} is damaged ({shown}); {_MOVE_AWAY}")
     if "config" in meta:
-        meta["config"] = loading.stored(meta["config"], f"the config in {path}")
+        meta["config"] = loading.stored(meta["config"], f"the config in {path}", to_use=True)
     return state
 
 

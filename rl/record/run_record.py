@@ -68,10 +68,11 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
     metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
-    lines = [line for line in lines_of(metrics) if line.strip()]
+    numbered = {n: line for n, line in enumerate(lines_of(metrics), 1) if line.strip()}
+    lines = list(numbered.values())
     of_line = [iteration_in(line) for line in lines]
     is_kept = [it is not None and it <= iteration for it in of_line]
-    damaged = [number for number, it in enumerate(of_line, 1) if it is None]
+    damaged = [number for number, it in zip(numbered, of_line, strict=True) if it is None]
     entries = [entry for name in ENTRY_NAMES for entry in _entries(run_dir / name).items()]
     repeated = [entry for entry, it in entries if it > iteration]
     messages: list[str] = []
@@ -238,7 +239,7 @@ class RunRecord:
     <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
                                              `..._target.png`: the group's sources and target
     <run>/thumbnails/it_000012/rank0_g03.webp  small pictures of a group (`write_thumbnails`)
-    <run>/set_aside/                         records of iterations that were repeated (`rewind.py`)
+    <run>/set_aside/                         records of iterations that were repeated (`rewind`)
 
     Iterations count from 1; iteration 0 is the evaluation before training.
     """

@@ -120,7 +120,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     if file.exists():
         if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-        config = loading.stored(stored, str(file))
+        config = loading.stored(stored, str(file), to_use=True)
     policy = config.get("policy") if isinstance(config, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")

@@ -259,9 +259,11 @@ class Wandb(View):
                 print(f"{SAID.decode()}wandb: {self._page.url}", flush=True)
             return
         for folder in (self.folder / "wandb").glob("offline-run-*"):
-            if (folder / LAST_ITERATION).is_file():
-                last = int(read_bytes(folder / LAST_ITERATION, 100))
-                self.first = max(self.first, last + 1)
+            note = folder / LAST_ITERATION
+            if not note.is_file():
+                continue  # of an older version, which wrote no note
+            if last := read_bytes(note, 100):
+                self.first = max(self.first, int(last) + 1)
             else:  # of a start that was killed
                 shutil.rmtree(folder)
 
@@ -295,6 +297,7 @@ class Wandb(View):
     def write(self, iteration: int, row: Metrics) -> None:
         if self._page is None:  # no folder without an iteration
             self._page = self._open("offline")
+            write_atomically(Path(self._page.dir).parent / LAST_ITERATION, "")
             self._page.summary.update(self.earlier)  # which `wandb sync` replaces otherwise
         pictures = before_after(self.run, iteration)
         images = [self._wandb.Image(picture, caption=caption) for caption, picture in pictures]

@@ -293,12 +293,15 @@ def template(name: str) -> Template:
     return load_template(PAGE_FOLDER / name, autoescape=True)
 
 
+PICTURE_FOLDERS = ("images", "thumbnails")
+
+
 @dataclass(frozen=True)
 class _Iteration:
     """What the page says of an iteration outside its own data file."""
 
-    num_bytes: int
-    """Size of the episode files that it was made of."""
+    seen: tuple[Any, ...]
+    """Size of the episode files that it was made of, and which of `PICTURE_FOLDERS` it has."""
     groups: Mapping[str, Any]
     """`parts`: names of the reward's parts; `rows`: a `finding_row` per group."""
     histograms: tuple[int, list[int], list[int]]
@@ -351,16 +354,20 @@ class Page:
     def _write_iterations(self) -> None:
         files_of, changed = episode_files(self.run_dir), set()
         for iteration, files in files_of.items():
-            num_bytes = sum(path.stat().st_size for path in files)
+            # A run may delete its older pictures (`keep_images_of_last_n_iterations`).
+            folders = (self.run_dir / name / f"it_{iteration:06d}" for name in PICTURE_FOLDERS)
+            seen = (sum(path.stat().st_size for path in files), *map(Path.is_dir, folders))
             known = self._iterations.get(iteration)
-            if known is None or known.num_bytes != num_bytes:
-                self._iterations[iteration] = self._write_iteration(iteration, files, num_bytes)
+            if known is None or known.seen != seen:
+                self._iterations[iteration] = self._write_iteration(iteration, files, seen)
                 changed.add(iteration // CHUNK)
         for chunk in changed:
             its = [iteration for iteration in files_of if iteration // CHUNK == chunk]
             self._write(f"find_{chunk:06d}", {it: self._iterations[it].groups for it in its})
 
-    def _write_iteration(self, iteration: int, files: Sequence[Path], num_bytes: int) -> _Iteration:
+    def _write_iteration(
+        self, iteration: int, files: Sequence[Path], seen: tuple[Any, ...]
+    ) -> _Iteration:
         contents = [read_rows(path) for path in files]
         rows: list[Record] = [row for of_file, _ in contents for row in of_file]
         names, groups = part_names(rows), groups_of(rows)
@@ -370,7 +377,7 @@ class Page:
             [short(row.get(name)) for row in rows] for name in ("reward", "advantage")
         )
         return _Iteration(
-            num_bytes,
+            seen,
             {"parts": names, "rows": [finding_row(group, names, self.run_dir) for group in groups]},
             (
                 iteration,
