@@ -1,4 +1,4 @@
-"""What a run prints: phases, iterations, progress, some completions of one group."""
+"""What a run prints: phases, iterations, progress."""
 
 from __future__ import annotations
 

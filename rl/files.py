@@ -331,13 +331,14 @@ def padded(image: Image, side_px: int) -> Image:
 
 
 def side_by_side(pictures: Sequence[Image]) -> Image:
-    """The pictures in a row, aligned at the top, on white."""
-    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
-    sheet = new("RGB", (width, height), "white")
+    """The pictures in a row, aligned at the top, with gaps of 1/16 of the height, on white."""
+    height = max(p.height for p in pictures)
+    gap_px = height // 16
+    sheet = new("RGB", (sum(p.width + gap_px for p in pictures) - gap_px, height), "white")
     left = 0
     for picture in pictures:
         sheet.paste(picture.convert("RGB"), (left, 0))
-        left += picture.width
+        left += picture.width + gap_px
     return sheet
 
 

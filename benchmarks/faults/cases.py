@@ -316,7 +316,6 @@ _RUN_FILES = (
     "metrics.jsonl",
     "config.json",
     "last_checkpoint.txt",
-    "judge/left_out.json",
     "judge/iteration_000002.rank0.jsonl",
     ".lock",
     ".saving.lock",

@@ -266,8 +266,6 @@ class RewardOutput:
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
     regions: tuple[Region, ...] = ()
     """Where the judge looked; recorded with the episode and drawn on the run's page."""
-    readings: tuple[float, ...] = ()
-    """The value of each reading, where the judge read the picture several times."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -465,8 +465,7 @@ class RunConfig(Section):
     """A plugin of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
     else 'transformers'."""
     renderer: PluginSection
-    """A plugin of rl/renderers. `{ type: 'ray_pool', of: <renderer>, ... }` is read as `renderer:
-    <renderer>` and `render_pool: { ... }`."""
+    """A plugin of rl/renderers."""
     rewards: dict[MetricName, PluginSection]
     """Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
     `held_out_only` (docs/judge.md)."""

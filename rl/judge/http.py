@@ -10,10 +10,12 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -332,12 +334,15 @@ class JudgeHttp:
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """The seconds of a Retry-After header, 0..120; None without a header, or if it is no number (an
-    HTTP date, which judges do not send)."""
-    try:
+    """A Retry-After header (RFC 9110 10.2.3: seconds or an HTTP date) as seconds, 0..120.
+
+    None if there is no header or it cannot be parsed.
+    """
+    seconds = math.nan
+    with suppress(ValueError, OverflowError):
+        seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
+    with suppress(ValueError):
         seconds = float(header or "")
-    except ValueError:
-        return None
     return min(max(seconds, 0.0), RETRY_AFTER_CAP_S) if math.isfinite(seconds) else None
 
 

@@ -163,13 +163,11 @@ class JudgedReward(Reward[RepeatsT]):
             failure = min(failures, key=is_unreadable)
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-        values_K = tuple(map(self.value_of, readings)) if self.config.n_evals > 1 else ()
         return RewardOutput(
             self.value_of(parts),
             parts,
             replies,
             seconds=seconds,
-            readings=values_K,
             regions=self.regions(*complete[0]),
         )
 

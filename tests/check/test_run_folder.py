@@ -66,7 +66,7 @@ def test_a_run_folder_in_a_file_or_in_proc_is_refused(tmp_path: Path) -> None:
     assert holds(problem, f"base_exp_dir: {tmp_path / 'file'} ... file ... folder")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", ".saving.lock", "judge/left_out.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".saving.lock", "judge/replies.jsonl"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_nothing_is_written_through_a_link_in_the_place_of_a_file(
     tmp_path: Path, name: str, exists: bool

@@ -191,7 +191,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonnet"
     broken.write_text("{\n  a: 1,\n  a: 2 }")
     assert problems_of(broken) == [f"{broken}:3:3: duplicate field: a"]
-    broken.write_text("{ renderer: { type: 'ray_pool' }, render_pool: 7 }")
+    broken.write_text("{ render_pool: 7 }")
     assert any("render_pool: 7 given" in problem for problem in problems_of(broken))
     listed = tmp_path / "list.jsonnet"
     listed.write_text("[1]")

@@ -194,7 +194,7 @@ def test_the_command_writes_its_files_and_overwrites_none(
     assert set(note["beside"]) == {OWN_WORDS, UNTRAINED, STOCK}
     named = {name: f"my-photo-b-2_{name}.png" for name in drawn}
     assert note["files"] == {"picture": "my-photo-b-2.png", **named}
-    assert Image.open(tmp_path / "edits" / named["sheet"]).size == (5 * 64, 64)
+    assert Image.open(tmp_path / "edits" / named["sheet"]).size == (5 * 64 + 4 * 4, 64)
     first, second = (Image.open(tmp_path / "edits" / f"{stem}.png") for stem in stems)
     assert_same_picture(first, second)
 

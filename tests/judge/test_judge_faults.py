@@ -7,6 +7,8 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,18 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+def _in_two_seconds() -> str:
+    """HTTP dates have whole seconds, so this is 1 to 2 s from now."""
+    return format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+
+
 CASES = {
     "none": Case([], sent=1),
     "429 with Retry-After: 0.5": Case(
         [Fault(429, headers={"Retry-After": "0.5"})], 2, "http_429", at_least_s=0.5
+    ),
+    "429 with Retry-After: a date": Case(
+        [Fault(429, headers={"Retry-After": _in_two_seconds})], 2, "http_429", at_least_s=0.9
     ),
     "429 twice, no Retry-After": Case([Fault(429)] * 2, 3, "http_429"),
     "408": Case([Fault(408)], 2, "http_408"),

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -335,6 +336,9 @@ def test_the_health_check_explains_a_bad_list_of_models(models: Fault, reason: s
     assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1500
 
 
+NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
+
+
 @pytest.mark.parametrize(
     ("header", "seconds"),
     [
@@ -343,12 +347,18 @@ def test_the_health_check_explains_a_bad_list_of_models(models: Fault, reason: s
         ("0.5", 0.5),
         ("-3", 0.0),
         ("86400", 120.0),
-        ("Fri, 21 Nov 2025 12:00:30 GMT", None),
+        ("Fri, 21 Nov 2025 12:00:30 GMT", 30.0),
+        ("Fri, 21 Nov 2025 13:00:30 +0100", 30.0),
+        ("Fri, 21 Nov 2025 11:00:00 GMT", 0.0),
+        ("Sat, 22 Nov 2025 12:00:00 GMT", 120.0),
         ("soon", None),
         ("nan", None),
         ("inf", None),
         ("", None),
     ],
 )
-def test_retry_after_is_a_number_of_seconds(header: str | None, seconds: float | None) -> None:
+def test_retry_after_is_seconds_or_a_date(
+    header: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_http.time, "time", NOON.timestamp)
     assert judge_http.retry_after_s(header) == seconds

@@ -174,8 +174,8 @@ def test_the_last_evaluation_is_compared_with_the_first(tmp_path: Path) -> None:
     assert len(compared) == MAX_PICTURES
     caption, sheet = compared[1]
     assert caption == "ask 1 | before (0.25): write 1 | after (0.75): better"
-    assert sheet.size == (3 * 256, 128)
-    colours = [sheet.getpixel((128 + 256 * place, 64)) for place in range(3)]
+    assert sheet.size == (3 * 256 + 2 * 8, 128), "gaps of 8 px"
+    colours = [sheet.getpixel((128 + 264 * place, 64)) for place in range(3)]
     assert colours == [(0, 0, 255), (0, 0, 255), (255, 0, 0)], "source, before, after"
     assert before_after(LoadedRun(tmp_path), 0) == []
     assert before_after(LoadedRun(tmp_path), 3) == []

@@ -128,12 +128,6 @@ def test_a_grade_is_computed_from_replies_by_hand(
     assert sorted(set(judge.repeats)) == list(range(num_readings)), "numbers of the readings"
 
 
-def test_the_value_of_each_reading_is_kept() -> None:
-    judge = ScriptedJudge(marks(0.9, 1), marks(0.6, 0.5), marks(0.3, 0.6))
-    assert grade(EditQuality, judge).readings == pytest.approx((0.94, 0.56, 0.42))
-    assert grade(GroundScore, ScriptedJudge('{"score": 7.5}')).readings == (), "one reading"
-
-
 UNGROUNDED = [
     "I see an edit at [100, 200, 300, 400] and say 20 and 10.",
     '{"edit_region": [{"id": 0, "label": "hat", "bbox_2d": [100, 200, 300',
