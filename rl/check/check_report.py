@@ -190,57 +190,36 @@ BY_NAME = ("rewards", "weights")
 """Their keys are names of rewards; others are no mistake."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """A config's own values, and those of the file that it is built upon, as `base_of`."""
-
-    own: Values = field(default_factory=dict)
-    base: Values = field(default_factory=dict)
-    name: str = ""
-    text: str = ""
-    """The file's text and the overrides."""
-
-
-UNKNOWN = Origin()
-
-
-def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
-    """The origin of the config in the file at `path`."""
+def dropped(
+    path: str | Path, overrides: Sequence[str], resolved: Resolved | None = None
+) -> list[str]:
+    """'section: what it drops of the imported file, and how to keep it', for each section of the
+    config in the file at `path` that is replaced without `+`. Given `resolved`, what it has
+    nevertheless, by default, is left out."""
     file = find_config(path)
     own = evaluate(file, overrides, os.environ)[0] if file else None
     if file is None or own is None:
-        return UNKNOWN
+        return []
     name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
-    return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
-
-
-def dropped(origin: Origin, resolved: Resolved | None = None) -> dict[str, str]:
-    """Section -> what it drops of the imported file, and how to keep it, for each section that is
-    replaced without `+`. Given `resolved`, what it has nevertheless, by default, is left out."""
     now = {}
     if resolved is not None:
         now = dict(leaves(resolved.config.model_dump(mode="json")))
         for plugin in resolved.plugins:
             now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
-    texts = {}
-    for section, lost in _replaced(origin.own, origin.base, origin.text):
+    lines = []
+    for section, lost in _replaced(own, base, "\n".join([file.read_text("utf-8"), *overrides])):
         keys = [key for key, value in lost.items() if value != now.get(f"{section}.{key}", ...)]
         if keys:
             parts = section.split(".")
             keep = f"{'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
-            texts[section] = f"drops {', '.join(keys)} of {origin.name}; write {keep} to keep them"
-    return texts
-
-
-def explained(problems: Sequence[str], origin: Origin) -> list[str]:
-    """The problems of a config; a missing key says so if its section drops it."""
-    lost, lines = dropped(origin), []
-    for problem in problems:
-        section = problem.partition(": ")[0].rpartition(".")[0]
-        if ": missing" in problem and section in lost:
-            problem += f"; {section} {lost[section]}"
-        lines.append(problem)
+            lines.append(f"{section}: drops {', '.join(keys)} of {name}; write {keep} to keep them")
     return lines
+
+
+def explained(problems: Sequence[str], path: str | Path, overrides: Sequence[str]) -> list[str]:
+    """The problems of a config and, if a key is missing, what its sections drop."""
+    is_missing = any(": missing" in problem for problem in problems)
+    return [*problems, *(dropped(path, overrides) if is_missing else ())]
 
 
 def _replaced(own: Values, base: Values, text: str, at: str = "") -> Iterator[tuple[str, Values]]:
@@ -325,15 +304,13 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
 
 
 def remarks(
-    resolved: build.Resolved, data: DataReport, origin: Origin = UNKNOWN
+    resolved: build.Resolved, data: DataReport, drops: Sequence[str] = ()
 ) -> dict[str, list[str]]:
     """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one, and
-    for what is odd about the data. `origin`: as in `report`."""
+    for what is odd about the data. `drops`: as from `dropped`."""
     lines_by_title = {
         "data that is probably not what is meant": data.warnings,
-        "replaced without +, which drops values of the imported file": [
-            f"{section}: {text}" for section, text in dropped(origin, resolved).items()
-        ],
+        "replaced without +, which drops values of the imported file": [*drops],
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
@@ -369,14 +346,18 @@ def smallest_gpu_gb(
 
 
 def report(
-    config: RunConfig, gpu_gb: float, online: bool = False, origin: Origin = UNKNOWN
+    config: RunConfig,
+    gpu_gb: float,
+    online: bool = False,
+    path: str | Path = "",
+    overrides: Sequence[str] = (),
 ) -> tuple[str, int]:
     """(report, exit code: 1 if there are problems); the report's last lines list them. `online`:
-    also ask the judge. `origin`: what the config states and imports."""
+    also ask the judge. `path`, `overrides`: as in `dropped`."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
-        return _verdict(explained(error.problems, origin), [])
+        return _verdict(explained(error.problems, path, overrides), [])
     if unusable := folder_problems(config.run_dir):
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
@@ -407,7 +388,7 @@ def report(
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
     }
-    warnings = remarks(resolved, data, origin)
+    warnings = remarks(resolved, data, dropped(path, overrides, resolved))
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
     failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]
