@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         printing.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
     drops = check_report.dropped(args.config, args.overrides, resolved)
-    for title, lines in check_report.remarks(resolved, data, drops).items():
+    for title, lines in check_report.remarks(resolved, drops).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):

@@ -246,7 +246,6 @@ class DataReport:
     """What the sources of a run hold, each under its key."""
 
     problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     """The number of rows of each source, and what was not read."""
     num_rows: dict[str, int] = field(default_factory=dict)
@@ -277,7 +276,6 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
         report.lines += [f"  {reason}" for reason in findings.left_out]
         report.num_rows[plugin.key] = len(source)
-        report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
         label = f"{plugin.key}: closing {plugin.name}"
@@ -303,13 +301,10 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
     return config_problems or dry_problems(resolved)
 
 
-def remarks(
-    resolved: build.Resolved, data: DataReport, drops: Sequence[str] = ()
-) -> dict[str, list[str]]:
-    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one, and
-    for what is odd about the data. `drops`: as from `dropped`."""
+def remarks(resolved: build.Resolved, drops: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one.
+    `drops`: as from `dropped`."""
     lines_by_title = {
-        "data that is probably not what is meant": data.warnings,
         "replaced without +, which drops values of the imported file": [*drops],
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
@@ -388,7 +383,7 @@ def report(
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
     }
-    warnings = remarks(resolved, data, dropped(path, overrides, resolved))
+    warnings = remarks(resolved, dropped(path, overrides, resolved))
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
     failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]
@@ -487,22 +482,21 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
-    """Judge requests about one picture of training, or also of evaluation."""
+def questions_per_picture(resolved: build.Resolved) -> int:
+    """Judge requests about one picture of training."""
     return sum(
         plugin.cls.num_questions(plugin.config)
         for plugin in resolved.rewards.values()
-        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
+        if plugin.cls.needs_judge and not plugin.keys.held_out_only
     )
 
 
 def _judge_lines(resolved: build.Resolved) -> list[str]:
-    config, judge, evaluation = resolved.config, resolved.config.judge, resolved.config.evaluation
+    config, judge = resolved.config, resolved.config.judge
     if not resolved.needs_judge:
         return ["is not asked"]
-    per_picture = questions_per_picture(resolved)
     pictures = config.generations_per_prompt * config.images_per_completion
-    training = config.prompts_per_iteration * pictures * per_picture
+    training = config.prompts_per_iteration * pictures * questions_per_picture(resolved)
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
     lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
     lines += [
@@ -517,10 +511,6 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     in_flight = judge.max_concurrency * config.world_size
     limits = f"up to {in_flight} in flight, {judge.max_attempts} tries each"
     lines.append(f"{training} questions an iteration, {limits}")
-    if every := evaluation.every_n_iterations:
-        per_picture = questions_per_picture(resolved, held_out=True)
-        held_out = evaluation.num_samples * config.images_per_completion * per_picture
-        lines.append(f"evaluation: {held_out} for each of its variants, every {every} iterations")
     return lines
 
 

@@ -292,12 +292,6 @@ class Plan:
         """The largest sum of any phase."""
         return max(map(self.total_gb, PHASES))
 
-    def fullest(self) -> tuple[str, list[Row]]:
-        """(the phase with the largest sum, its rows, the largest first)."""
-        phase = max(PHASES, key=self.total_gb)
-        rows = [row for row in self.rows if phase in row.phases]
-        return phase, sorted(rows, key=lambda row: -row.gb)
-
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: whether the engine keeps its memory, and why."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -34,9 +34,6 @@ from rl.printing import excerpt
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores
-
-if TYPE_CHECKING:
-    pass
 
 # ---- dry run -------------------------------------------------------------------------------------
 # Runs plugins once on made-up inputs, before any model is loaded.
@@ -258,10 +255,8 @@ async def _ask_reward(
     result.problems += problems
     if output is not None and not problems:
         took = duration(time.monotonic() - started)
-        unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
         result.lines.append(
             f"{plugin.key}: {base} answered {len(judge.answers)} questions in {took}"
-            + (f", {unreadable} replies unreadable" if unreadable > 0 else "")
             + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
         )
 

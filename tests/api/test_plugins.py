@@ -119,8 +119,6 @@ DATA: list[tuple[str, str]] = [
      "stranger.D ... FileNotFoundError: [Errno 2] No such file or directory: '/no/where'"),
     (ROWS + "... | metrics = {'n': Metric('1', 'rows')} | async def take_metrics(self): return {}",
      "D.take_metrics ... `async def take_metrics(self)` ... `def take_metrics(self) -> Map"),
-    (DATA_CLASS + "... | @classmethod | def provides(cls, config): return {'sauce'}",
-     "D.provides ... 'sauce' (str) ... 'source'"),
     ("class D(DataSource): | def __getitem__(self, index): ...",
      "D has no __len__ ... `def __len__(self) -> int`"),
     (DATA_CLASS + "... | def __init__(self, config, on_bad_row, side): ...",
