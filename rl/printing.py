@@ -273,9 +273,6 @@ class _Stream:
     def __init__(self, stream: Any) -> None:
         self.wrapped = stream
 
-    def write(self, text: str) -> int:
-        raise NotImplementedError
-
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)

@@ -98,8 +98,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            origin = check_report.origin_of(args.config, args.overrides)
-            text, code = check_report.report(config, config.gpu_gb, args.online, origin)
+            text, code = check_report.report(
+                config, config.gpu_gb, args.online, args.config, args.overrides
+            )
             printing.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         _refuse([*problems, *check_report.problems(config, with_data=False)])
@@ -113,14 +114,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _refuse(fetch_weights(resolved))
     except ConfigError as error:
         problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
-        if any(": missing" in problem for problem in problems):
-            problems = check_report.explained(
-                problems, check_report.origin_of(args.config, args.overrides)
-            )
+        problems = check_report.explained(problems, args.config, args.overrides)
         printing.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    origin = check_report.origin_of(args.config, args.overrides)
-    for title, lines in check_report.remarks(resolved, data, origin).items():
+    drops = check_report.dropped(args.config, args.overrides, resolved)
+    for title, lines in check_report.remarks(resolved, drops).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from pydantic import AfterValidator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl.api.plugin import ConfigT, Count, PluginBase, brief
 from rl.api.types import Sample
@@ -18,21 +16,11 @@ if TYPE_CHECKING:
 OnBadRow = Literal["error", "skip"]
 
 MAX_IMAGE_SIDE_PX = 8192
-CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
-"""Names of what a sample may hold besides its instruction and hidden keys."""
-
-
-def _carried(name: str) -> str:
-    if name not in CARRIED and not name.startswith("hidden:"):
-        raise ValueError(f"none of {', '.join(map(repr, CARRIED))}, 'hidden:<key>'")
-    return name
-
 
 RowCheck = Callable[[str, str, Sequence[tuple[int, int] | None], "np.ndarray | None"], bool]
 """(a sample's id, instruction, (width, height) in px of each of its pictures, None if unknown, and
 its source codes) -> whether its prompt is known to be possible. Raises UnusableSampleError if it is
 not."""
-Carried = Annotated[str, AfterValidator(_carried)]
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,6 @@ class Findings:
 
     left_out: Sequence[str] = ()
     """Why the first bad rows are bad."""
-    warnings: Sequence[str] = ()
-    """What is probably a mistake."""
     unread: Sequence[str] = ()
     """What was not looked at."""
     checked: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -96,7 +82,7 @@ class DataSource(PluginBase[ConfigT]):
         """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError`."""
 
     @classmethod
-    def provides(cls, config: ConfigT) -> Set[Carried]:
+    def provides(cls, config: ConfigT) -> Set[str]:
         """Names of what every sample holds besides its instruction, as in a reward's `needs`:
         'source', 'target', 'reference', 'source_codes', 'target_codes', 'hidden:<key>'."""
         return frozenset()

@@ -25,8 +25,6 @@ class EngineMemory:
     share: float | None
     """Share of the GPU's memory for weights and key-value cache, 0..1; None: the memory plan
     computes it (`EngineSetup.claim`)."""
-    cache_mb: int | None = None
-    """Size of the key-value cache, MiB, where the config states it instead of that share."""
     own_gb: float = 1.5
     """CUDA graphs and buffers kept even while asleep, GB (assumed), without its largest step's."""
     adapter_gb: float = 0.0

@@ -177,10 +177,8 @@ def _mismatch(name: str, found: Any, expected: Any, may_await: bool = False) -> 
     wanted = inspect.signature(getattr(expected, "__func__", expected)).parameters
     try:
         inspect.signature(function).bind(*list(wanted)[isinstance(found, staticmethod) :])
-    except TypeError:  # also for what cannot be called
+    except (TypeError, ValueError):  # it cannot be called, or is a built-in without a signature
         return why
-    except ValueError:  # a built-in without a signature
-        pass
     return []
 
 

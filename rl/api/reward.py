@@ -75,10 +75,7 @@ class Reward(ModelRunner[ConfigT]):
         return cls.score_group is not Reward.score_group
 
 
-Grading = Callable[[RewardInput], Score | Awaitable[Score]]
-
-
-FunctionT = TypeVar("FunctionT", bound=Grading)
+FunctionT = TypeVar("FunctionT", bound=Callable[[RewardInput], Score | Awaitable[Score]])
 
 
 def reward(

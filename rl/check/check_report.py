@@ -190,57 +190,36 @@ BY_NAME = ("rewards", "weights")
 """Their keys are names of rewards; others are no mistake."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """A config's own values, and those of the file that it is built upon, as `base_of`."""
-
-    own: Values = field(default_factory=dict)
-    base: Values = field(default_factory=dict)
-    name: str = ""
-    text: str = ""
-    """The file's text and the overrides."""
-
-
-UNKNOWN = Origin()
-
-
-def origin_of(path: str | Path, overrides: Sequence[str]) -> Origin:
-    """The origin of the config in the file at `path`."""
+def dropped(
+    path: str | Path, overrides: Sequence[str], resolved: Resolved | None = None
+) -> list[str]:
+    """'section: what it drops of the imported file, and how to keep it', for each section of the
+    config in the file at `path` that is replaced without `+`. Given `resolved`, what it has
+    nevertheless, by default, is left out."""
     file = find_config(path)
     own = evaluate(file, overrides, os.environ)[0] if file else None
     if file is None or own is None:
-        return UNKNOWN
+        return []
     name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
-    return Origin(own, base, name, "\n".join([file.read_text(encoding="utf-8"), *overrides]))
-
-
-def dropped(origin: Origin, resolved: Resolved | None = None) -> dict[str, str]:
-    """Section -> what it drops of the imported file, and how to keep it, for each section that is
-    replaced without `+`. Given `resolved`, what it has nevertheless, by default, is left out."""
     now = {}
     if resolved is not None:
         now = dict(leaves(resolved.config.model_dump(mode="json")))
         for plugin in resolved.plugins:
             now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
-    texts = {}
-    for section, lost in _replaced(origin.own, origin.base, origin.text):
+    lines = []
+    for section, lost in _replaced(own, base, "\n".join([file.read_text("utf-8"), *overrides])):
         keys = [key for key, value in lost.items() if value != now.get(f"{section}.{key}", ...)]
         if keys:
             parts = section.split(".")
             keep = f"{'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
-            texts[section] = f"drops {', '.join(keys)} of {origin.name}; write {keep} to keep them"
-    return texts
-
-
-def explained(problems: Sequence[str], origin: Origin) -> list[str]:
-    """The problems of a config; a missing key says so if its section drops it."""
-    lost, lines = dropped(origin), []
-    for problem in problems:
-        section = problem.partition(": ")[0].rpartition(".")[0]
-        if ": missing" in problem and section in lost:
-            problem += f"; {section} {lost[section]}"
-        lines.append(problem)
+            lines.append(f"{section}: drops {', '.join(keys)} of {name}; write {keep} to keep them")
     return lines
+
+
+def explained(problems: Sequence[str], path: str | Path, overrides: Sequence[str]) -> list[str]:
+    """The problems of a config and, if a key is missing, what its sections drop."""
+    is_missing = any(": missing" in problem for problem in problems)
+    return [*problems, *(dropped(path, overrides) if is_missing else ())]
 
 
 def _replaced(own: Values, base: Values, text: str, at: str = "") -> Iterator[tuple[str, Values]]:
@@ -267,7 +246,6 @@ class DataReport:
     """What the sources of a run hold, each under its key."""
 
     problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     """The number of rows of each source, and what was not read."""
     num_rows: dict[str, int] = field(default_factory=dict)
@@ -298,7 +276,6 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
         report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
         report.lines += [f"  {reason}" for reason in findings.left_out]
         report.num_rows[plugin.key] = len(source)
-        report.warnings += [f"{plugin.key}: {warning}" for warning in findings.warnings]
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
         label = f"{plugin.key}: closing {plugin.name}"
@@ -324,16 +301,11 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
     return config_problems or dry_problems(resolved)
 
 
-def remarks(
-    resolved: build.Resolved, data: DataReport, origin: Origin = UNKNOWN
-) -> dict[str, list[str]]:
-    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one, and
-    for what is odd about the data. `origin`: as in `report`."""
+def remarks(resolved: build.Resolved, drops: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one.
+    `drops`: as from `dropped`."""
     lines_by_title = {
-        "data that is probably not what is meant": data.warnings,
-        "replaced without +, which drops values of the imported file": [
-            f"{section}: {text}" for section, text in dropped(origin, resolved).items()
-        ],
+        "replaced without +, which drops values of the imported file": [*drops],
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
@@ -369,14 +341,18 @@ def smallest_gpu_gb(
 
 
 def report(
-    config: RunConfig, gpu_gb: float, online: bool = False, origin: Origin = UNKNOWN
+    config: RunConfig,
+    gpu_gb: float,
+    online: bool = False,
+    path: str | Path = "",
+    overrides: Sequence[str] = (),
 ) -> tuple[str, int]:
     """(report, exit code: 1 if there are problems); the report's last lines list them. `online`:
-    also ask the judge. `origin`: what the config states and imports."""
+    also ask the judge. `path`, `overrides`: as in `dropped`."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
-        return _verdict(explained(error.problems, origin), [])
+        return _verdict(explained(error.problems, path, overrides), [])
     if unusable := folder_problems(config.run_dir):
         return _verdict(unusable, [])
     state, conflicts = _resume(config)
@@ -407,7 +383,7 @@ def report(
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
     }
-    warnings = remarks(resolved, data, origin)
+    warnings = remarks(resolved, dropped(path, overrides, resolved))
     failures = [*compatibility.compatibility_problems(resolved), *data.problems]
     failures += [*unfit, *conflicts]
     failures += [*machine_problems(resolved), *_audit_problems(resolved)]
@@ -506,22 +482,21 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def questions_per_picture(resolved: build.Resolved, held_out: bool = False) -> int:
-    """Judge requests about one picture of training, or also of evaluation."""
+def questions_per_picture(resolved: build.Resolved) -> int:
+    """Judge requests about one picture of training."""
     return sum(
         plugin.cls.num_questions(plugin.config)
         for plugin in resolved.rewards.values()
-        if plugin.cls.needs_judge and (held_out or not plugin.keys.held_out_only)
+        if plugin.cls.needs_judge and not plugin.keys.held_out_only
     )
 
 
 def _judge_lines(resolved: build.Resolved) -> list[str]:
-    config, judge, evaluation = resolved.config, resolved.config.judge, resolved.config.evaluation
+    config, judge = resolved.config, resolved.config.judge
     if not resolved.needs_judge:
         return ["is not asked"]
-    per_picture = questions_per_picture(resolved)
     pictures = config.generations_per_prompt * config.images_per_completion
-    training = config.prompts_per_iteration * pictures * per_picture
+    training = config.prompts_per_iteration * pictures * questions_per_picture(resolved)
     base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
     lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
     lines += [
@@ -536,10 +511,6 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     in_flight = judge.max_concurrency * config.world_size
     limits = f"up to {in_flight} in flight, {judge.max_attempts} tries each"
     lines.append(f"{training} questions an iteration, {limits}")
-    if every := evaluation.every_n_iterations:
-        per_picture = questions_per_picture(resolved, held_out=True)
-        held_out = evaluation.num_samples * config.images_per_completion * per_picture
-        lines.append(f"evaluation: {held_out} for each of its variants, every {every} iterations")
     return lines
 
 

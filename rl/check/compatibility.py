@@ -8,19 +8,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rl.api.plugin import SavesMemory
-from rl.build import Resolved, ask_plugin, claims
+from rl.build import Plugin, Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import Plan
 from rl.config.schema import MAX_EPISODES, RAY_MISSING, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.ranks import dist
-
-if TYPE_CHECKING:
-    from rl.build import Plugin, Resolved
 
 # ---- compatibility -------------------------------------------------------------------------------
 # Checks whether the chosen plugins can run together: rules that involve several of them.
@@ -466,8 +463,9 @@ def engine_dtype(resolved: Resolved) -> str:
 
 def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
     """The fullest phase of a plan that does not fit, its largest rows, and what shrinks them."""
-    phase, rows = planned.fullest()
-    rows = [row for row in rows if row.gb > MIN_SHARE * gpu_gb]
+    phase = max(memory_plan.PHASES, key=planned.total_gb)
+    rows = [r for r in planned.rows if phase in r.phases and r.gb > MIN_SHARE * gpu_gb]
+    rows.sort(key=lambda row: -row.gb)
 
     def is_full_of(part: str) -> bool:
         return any(f"{row.part} ".startswith(part) for row in rows)

@@ -148,9 +148,7 @@ class InferenceEngine:
     """An engine that holds a copy of the policy's weights."""
 
     share: float | None
-    """Share of the GPU that it claims while awake; None: the cache's size determines its memory."""
-    cache_gb: float | None
-    """Size of the key-value cache; None: `on_gpu` computes it."""
+    """Share of the GPU that it claims while awake; None: `on_gpu` computes the cache's size."""
     own_gb: float
     """CUDA graphs and buffers that it keeps even asleep; assumed."""
     weights_gb: float
@@ -165,6 +163,8 @@ class InferenceEngine:
     """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
     workspace_gb: float = 0.0
     """Memory besides weights and cache, which `on_gpu` computes."""
+    cache_gb: float = 0.0
+    """Size of the key-value cache, which `on_gpu` computes."""
 
     def on_gpu(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
         """This engine with its workspace (vLLM runs its largest step once when it starts) and its
@@ -172,10 +172,10 @@ class InferenceEngine:
         fit in `room_gb`, at least one."""
         largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
         step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
-        workspace_gb, cache_gb = self.own_gb + step_tokens * self.step_bytes / 1e9, self.cache_gb
+        workspace_gb = self.own_gb + step_tokens * self.step_bytes / 1e9
         if self.share is not None:
             cache_gb = self.share * gpu_gb - self.weights_gb - workspace_gb
-        elif cache_gb is None:
+        else:
             left_gb = room_gb - self.weights_gb - workspace_gb - self.cache_of_gb(0)
             num_fitting = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
             at_once = max(1, min(num_completions, self.max_num_seqs, num_fitting))
@@ -191,14 +191,13 @@ class InferenceEngine:
     @property
     def claimed_gb(self) -> float:
         """The engine's memory while awake."""
-        return self.weights_gb + self.workspace_gb + (self.cache_gb or 0.0)
+        return self.weights_gb + self.workspace_gb + self.cache_gb
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the engine's cache; 0 if there is no room for any."""
-        # A stated cache is a whole number of bytes; float rounding must not lose one of them.
-        num_bytes = round((self.cache_gb or 0.0) * 1e9)
-        return max(0, num_bytes // (CACHE_BLOCK * self.kv_bytes))
+        # A computed cache is a whole number of bytes; float rounding must not lose one of them.
+        return max(0, round(self.cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes))
 
     @property
     def at_once(self) -> float:
@@ -293,12 +292,6 @@ class Plan:
         """The largest sum of any phase."""
         return max(map(self.total_gb, PHASES))
 
-    def fullest(self) -> tuple[str, list[Row]]:
-        """(the phase with the largest sum, its rows, the largest first)."""
-        phase = max(PHASES, key=self.total_gb)
-        rows = [row for row in self.rows if phase in row.phases]
-        return phase, sorted(rows, key=lambda row: -row.gb)
-
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: whether the engine keeps its memory, and why."""
@@ -310,7 +303,7 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
     """The engine's memory that the plan computed; None if the config states a share."""
     engine = planned.engine
-    if engine is None or engine.share is not None or engine.cache_gb is None:
+    if engine is None or engine.share is not None:
         return None
     share = math.ceil(engine.claimed_gb / gpu_gb * 1e4) / 1e4
     return EngineClaim(round(engine.cache_gb * 1e9), min(1.0, share))
@@ -610,8 +603,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
     return InferenceEngine(
-        share=memory.share if memory.cache_mb is None else None,
-        cache_gb=None if memory.cache_mb is None else memory.cache_mb * 2**20 / 1e9,
+        share=memory.share,
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
         kv_bytes=model.cached_values_per_token * num_bytes,

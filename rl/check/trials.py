@@ -255,10 +255,8 @@ async def _ask_reward(
     result.problems += problems
     if output is not None and not problems:
         took = duration(time.monotonic() - started)
-        unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
         result.lines.append(
             f"{plugin.key}: {base} answered {len(judge.answers)} questions in {took}"
-            + (f", {unreadable} replies unreadable" if unreadable > 0 else "")
             + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
         )
 

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import Field, model_validator
@@ -24,11 +24,9 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.config.loading import not_a_file
 from rl.config.schema import Section
 from rl.files import downscale, open_picture, over_white
+from rl.model_files import LFS_POINTER
 from rl.printing import excerpt
 from rl.progress import counted
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # ---- sample pictures -----------------------------------------------------------------------------
 # Opens pictures as users have them: a path, bytes, or a `datasets` image cell.
@@ -42,7 +40,6 @@ MAX_PATH_SHOWN = 250
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 """What a whole file of a format has at its end; compressed pixels of a JPEG never contain it."""
 TAIL_BYTES = 4096
-LFS_POINTER = b"version https://git-lfs"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
@@ -113,16 +110,14 @@ def decode(
 
 def load_image(
     image: Image.Image | Path | str, max_side_px: int, keeps_transparency: bool = False
-) -> tuple[Image.Image, tuple[int, int] | None]:
-    """(a user's picture as from `decode`, with its longer side at most `max_side_px`; its original
-    (width, height) if it was scaled down, else None). Raises UnusableError."""
+) -> Image.Image:
+    """A user's picture as from `decode`, with its longer side at most `max_side_px`. Raises
+    UnusableError."""
     if isinstance(image, Image.Image):
         picture = _to_rgb(ImageOps.exif_transpose(image), keeps_transparency)
     else:
         picture = decode(locate(str(image), Path()), MAX_FILE_SIDE_PX, keeps_transparency)
-    size = picture.size
-    picture = downscale(picture, max_side_px)
-    return picture, None if picture.size == size else size
+    return downscale(picture, max_side_px)
 
 
 def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
@@ -202,8 +197,6 @@ MAX_SHOWN = 500
 MAX_ORIGIN = 40
 """Limit of characters of the rows' origin on a line of progress."""
 MAX_COLUMNS_SHOWN = 120
-KEPT_SIZES = 2**16
-"""Pictures whose size is remembered during a check: many rows may show the same one."""
 _MISSING = object()
 _TO_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 SEVERAL = "images"
@@ -212,10 +205,6 @@ SEVERAL = "images"
 
 class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
-
-
-class RowCheckError(ValueError):
-    """The policy cannot check any row; the message is that of its own error."""
 
 
 class Columns(Section):
@@ -342,8 +331,6 @@ class CheckedSource(DataSource[ConfigT]):
                         progress.at(index)
                     try:
                         self._check_row(index)
-                    except RowCheckError:
-                        raise
                     # A row may hold anything, and whatever it raises is its fault: pyarrow's
                     # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
                     except Exception as error:
@@ -381,14 +368,8 @@ class CheckedSource(DataSource[ConfigT]):
         return f"{self._place(index)}: {excerpt(message, MAX_SHOWN)}"
 
     def _fits(self, *sample: Any) -> bool:
-        """Whether the prompt of a sample (see `RowCheck`) is known to be possible. Raises
-        RowCheckError for an error of the policy's check itself."""
-        try:
-            return self._rules.check is None or self._rules.check(*sample)
-        except UnusableSampleError:
-            raise
-        except Exception as error:
-            raise RowCheckError(str(error) or type(error).__name__) from error
+        """Whether the prompt of a sample (see `RowCheck`) is known to be possible."""
+        return self._rules.check is None or self._rules.check(*sample)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -438,23 +419,16 @@ class RowsSource(CheckedSource[ConfigT]):
         # Without the folder: moving the data must not change seeds that derive from ids.
         self._name = table.origin.rsplit("/", 1)[-1]
         self._picture_check = config.picture_check if isinstance(config, RowsConfig) else "header"
-        self._size_of_path = lru_cache(KEPT_SIZES)(self._size_of)
         self._keys = set(table.keys)
         self._row_of_id: dict[int, int] = {}
-        self._contents = array("q")
         self._most_pictures = 1
         self._num_opened = self._num_unopened = self._num_uncounted = 0
         stated = sorted(table.columns.model_fields_set)  # two equal configs may differ in it
         name = f"rows of {excerpt(self._name, MAX_ORIGIN)}"
         self._check_all(f"{config!r} {stated} {table.version}", name, len(table.rows))
         self._row_of_id.clear()
-        num_rows, num_distinct = len(self._contents), len(set(self._contents))
-        differ = f"only {num_distinct} of {num_rows} rows differ in instruction or source picture"
         self.findings = replace(
-            self.findings,
-            warnings=[differ] if num_rows > 1 and num_distinct * 2 <= num_rows else [],
-            unread=[*self._unread()],
-            most_pictures=self._most_pictures,
+            self.findings, unread=[*self._unread()], most_pictures=self._most_pictures
         )
 
     @classmethod
@@ -471,7 +445,7 @@ class RowsSource(CheckedSource[ConfigT]):
         index, columns = self._kept[index], self._table.columns
         try:
             row = self._table.rows[index]
-            _, (*sources, target) = self._read(row, self._decoded)
+            *sources, target = self._read(row, self._decoded)
         except Exception as error:  # as in `_check_all`
             raise BadRowError(self._named(index, error)) from error
         category = pick(row, columns.category, None)
@@ -497,7 +471,7 @@ class RowsSource(CheckedSource[ConfigT]):
         row = self._table.rows[index]
         if not row.keys() <= self._keys:
             self._keys.update(row)
-        cells, (*sizes, _) = self._read(row, self._looked_at)
+        *sizes, _ = self._read(row, self._size_of)
         identity = self._id(index, row)
         key = hash(identity)
         if key in self._row_of_id:
@@ -505,13 +479,8 @@ class RowsSource(CheckedSource[ConfigT]):
             raise UnusableError(f"id {identity!r} is already that of row {first}")
         instruction = pick(row, self._table.columns.instruction).strip()
         self._num_uncounted += not self._fits(identity, instruction, sizes, None)
-        read_from = [
-            cell.get("bytes") or cell.get("path") if isinstance(cell, Mapping) else cell
-            for cell in cells
-        ]
-        self._contents.append(hash((instruction, *read_from)))
         self._row_of_id[key] = index
-        self._most_pictures = max(self._most_pictures, len(cells))
+        self._most_pictures = max(self._most_pictures, len(sizes))
 
     def _unread(self) -> Iterator[str]:
         read = self._table.columns.read()
@@ -524,11 +493,9 @@ class RowsSource(CheckedSource[ConfigT]):
                 f"tokens of {self._num_uncounted} prompts, whose pictures or tokenizer are not here"
             )
 
-    def _read(
-        self, row: Mapping[str, Any], use: Callable[[Any, bool], Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """(cells of the row's source pictures; what `use(cell, is a source)` makes of each of them
-        and, last, of its reference edit, None without one). Raises any exception for a bad row."""
+    def _read(self, row: Mapping[str, Any], use: Callable[[Any, bool], Any]) -> list[Any]:
+        """What `use(cell, is a source)` makes of the cell of each of the row's source pictures and,
+        last, of its reference edit, None without one. Raises any exception for a bad row."""
         columns = self._table.columns
         _check_text(row, columns)
         cells = _source_cells(row, columns)
@@ -551,18 +518,15 @@ class RowsSource(CheckedSource[ConfigT]):
             used.append(use(target, False) if has_target else None)
         except UnusableError as error:
             raise UnusableError(f"{place}: {error}") from error
-        return [cell for _, cell in cells], used
+        return used
 
     def _decoded(self, cell: Any, is_source: bool) -> Image.Image:
         keeps_transparency = is_source and self._rules.keeps_transparency
         located = locate(cell, self._table.folder)
         return decode(located, self._rules.max_image_side_px, keeps_transparency)
 
-    def _looked_at(self, cell: Any, is_source: bool) -> tuple[int, int] | None:
+    def _size_of(self, cell: Any, is_source: bool) -> tuple[int, int] | None:
         """(width, height) of a picture, px; None if it was not opened."""
-        return self._size_of_path(cell) if isinstance(cell, str) else self._size_of(cell)
-
-    def _size_of(self, cell: Any) -> tuple[int, int] | None:
         located, opens = locate(cell, self._table.folder), self._rules.opens
         if self._picture_check == "exists" or (opens is not None and self._num_opened >= opens):
             self._num_unopened += 1

@@ -39,7 +39,6 @@ from rl.policies.policy_base import (
     link_files,
     local_folder,
 )
-from rl.progress import weights_counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -344,15 +343,14 @@ def load_model(config: Config) -> Any:
     from rl.policies.attention import register
 
     folder = model_folder(config)
-    with weights_counted():
-        model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
-            folder,
-            config=read_model_config(folder),
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=register(),
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
+        folder,
+        config=read_model_config(folder),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=register(),
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(

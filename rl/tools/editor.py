@@ -122,7 +122,7 @@ def sample_of(request: EditRequest, rules: RowRules, needs_picture: bool) -> Sam
         )
     side_px, is_transparent = rules.max_image_side_px, rules.keeps_transparency
     try:
-        sources = tuple(load_image(image, side_px, is_transparent)[0] for image in images)
+        sources = tuple(load_image(image, side_px, is_transparent) for image in images)
     except UnusableError as error:
         raise ValueError(str(error)) from error
     return Sample(request.id, request.instruction, sources)

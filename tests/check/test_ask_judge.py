@@ -54,7 +54,7 @@ def test_each_reward_asks_the_same_questions_as_in_training(tmp_path: Path) -> N
     assert sizes[:2] == [[(64, 64)] * 2] * 2 and sorted(sizes[2:]) == [[(64, 64)], [(64, 64)] * 2]
     assert [request["seed"] for request in judge.requests] == [0, 1, 0, 0]
     assert f"rewards.vie: {judge.api_base} answered 2 questions in " in text
-    assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
+    assert ", value 0.65\n" in text and ", value 0.8\n" in text
 
 
 REFUSED = {

@@ -102,15 +102,7 @@ def test_a_missing_column_split_or_file_of_a_local_data_set_is_found(folder: Pat
         assert problem.startswith("data.train.0: ") and holds(problem, parts)
 
 
-def test_what_is_odd_about_the_rows_is_a_warning(folder: Path) -> None:
-    def warnings_of(rows: Any, held_out: Any = HELD_OUT, **more: Any) -> list[str]:
-        report = report_of(folder, rows, held_out=held_out, **more)
-        assert report.problems == []
-        return report.warnings
-
-    assert warnings_of(GOOD) == []
-    [repeated] = warnings_of([row | {"id": str(i)} for i, row in enumerate(GOOD * 3)])
-    assert holds(repeated, "data.train.0: only 4 of 12 rows differ")
+def test_columns_that_nothing_reads_are_named(folder: Path) -> None:
     targets = [row | {"target": "0.png"} for row in GOOD]
     unread = report_of(folder, targets, held_out=HELD_OUT).lines[0]
     assert holds(unread, "not read: columns target")

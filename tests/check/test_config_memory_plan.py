@@ -50,7 +50,6 @@ MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = (Row("renderer transformer", 40, PHASES), Row("renderer, workspace", 2, ("render",)))
 ENGINE = InferenceEngine(
     share=0.5,
-    cache_gb=None,
     own_gb=1.5,
     weights_gb=6,
     kv_bytes=16,
@@ -355,10 +354,6 @@ def test_the_least_memory_an_engine_starts_with() -> None:
     small_gb = on_gpu(24, share=None).claimed_gb
     assert small_gb == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
     assert on_gpu(80, share=0.09).at_once <= 1 < on_gpu(80, share=0.10).at_once
-    # A stated cache takes the place of the share.
-    stated = on_gpu(80, share=None, cache_gb=1.0)
-    assert stated.claimed_gb == pytest.approx(6 + 1.5 + 16384 * 240e-9 + 1)
-    assert stated.at_once > 1 >= on_gpu(80, share=None, cache_gb=95 * 16e-9).at_once
 
 
 def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:

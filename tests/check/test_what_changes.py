@@ -9,7 +9,7 @@ import tiny_config
 from tiny_messages import holds
 
 from rl.build import resolve
-from rl.check.check_report import dropped, origin_of
+from rl.check.check_report import dropped
 from rl.config.schema import load_config
 from rl.simple_launch import main
 
@@ -29,8 +29,7 @@ def drops_of(folder: Path, text: str, *overrides: str) -> list[str]:
     """'section: what it drops' of a config `text`."""
     (folder / "base.jsonnet").write_text(BASE)
     (file := folder / "mine.jsonnet").write_text(text)
-    resolved, origin = resolve(load_config(file, overrides)), origin_of(file, overrides)
-    return [f"{section}: {text}" for section, text in dropped(origin, resolved).items()]
+    return dropped(file, overrides, resolve(load_config(file, overrides)))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,14 @@ def test_check_prints_it_without_secrets(tmp_path, monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("policy: { lora: { r: 8 } }", "policy.type: missing ... write policy+: { ... } to keep"),
-        ("data: { validation: [] }", "data.train: missing ... train of tiny_prompts.jsonnet"),
+        (
+            "policy: { lora: { r: 8 } }",
+            "policy.type: missing ... policy: drops ... write policy+: { ... } to keep",
+        ),
+        (
+            "data: { validation: [] }",
+            "data.train: missing ... data: drops on_bad_row, train of tiny_prompts.jsonnet",
+        ),
     ],
 )
 def test_a_missing_key_says_which_imported_file_has_it(tmp_path, capsys, text, parts) -> None:
@@ -108,5 +113,4 @@ def test_no_shipped_config_drops_what_it_imports(name: str, monkeypatch) -> None
     for variable, value in tiny_config.ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     file, config = f"configs/{name}.jsonnet", tiny_config.shipped(name)
-    origin = origin_of(file, [])
-    assert origin.name and not dropped(origin, resolve(config))
+    assert not dropped(file, [], resolve(config))

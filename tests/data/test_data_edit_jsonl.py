@@ -127,7 +127,7 @@ def test_picture_headers_are_checked_at_start(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
     with pytest.raises(BadRowError, match=r"row 1: source picture .*PNG or JPEG"):
         EditJsonl(settings, RULES)
-    with pytest.raises(BadRowError, match=r"row 2: .*640x427 px; sides have 8 to 500 px"):
+    with pytest.raises(BadRowError, match=r"row 2: .*640x427 px.*8 to 500 px"):
         EditJsonl(settings, RowRules("error", 500))
 
 
