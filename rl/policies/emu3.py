@@ -172,16 +172,15 @@ class Emu3Prompts:
         stop = self.vocabulary.picture.end_of_sequence
         return (*prompting.plain_ids(self.tokenizer, text), stop)
 
-    def picture_completion(self, codes: np.ndarray, thought: str = "") -> tuple[int, ...]:
-        """Ids of `thought`, the picture and the stop token, as the policy would write them:
-        without the part of the picture that the prefill already contains."""
+    def picture_completion(self, codes: np.ndarray) -> tuple[int, ...]:
+        """Ids of the picture and the stop token, as the policy would write them: without the part
+        of the picture that the prefill already contains."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
         prefill_ids = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
         lengths = range(min(len(prefill_ids), len(picture)), 0, -1)
         num_shared = next((n for n in lengths if prefill_ids[-n:] == picture[:n]), 0)
-        thought_ids = prompting.plain_ids(self.tokenizer, thought) if thought else []
-        return (*thought_ids, *picture[num_shared:], self.vocabulary.picture.end_of_sequence)
+        return (*picture[num_shared:], self.vocabulary.picture.end_of_sequence)
 
     def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
         """The completion's picture as [h, w] int32 codes, or why there is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -133,19 +132,6 @@ def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int
     for token in token_ids:
         expanded += [token] * (next(remaining) if token == image_id else 1)
     return expanded
-
-
-def size_of_area(width: int, height: int, area_px: int, multiple_px: int) -> tuple[int, int]:
-    """(width, height) of about `area_px` pixels: aspect kept, both sides multiples of
-    `multiple_px`, rounded as in diffusers' Qwen-Image-Edit pipelines."""
-    ratio = width / height
-    width_px = math.sqrt(area_px * ratio)
-    height_px = width_px / ratio
-
-    def rounded(side_px: float) -> int:
-        return max(1, round(side_px / multiple_px)) * multiple_px
-
-    return rounded(width_px), rounded(height_px)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
