@@ -172,15 +172,16 @@ class Emu3Prompts:
         stop = self.vocabulary.picture.end_of_sequence
         return (*prompting.plain_ids(self.tokenizer, text), stop)
 
-    def picture_completion(self, codes: np.ndarray) -> tuple[int, ...]:
-        """Ids of the picture and the stop token, as the policy would write them: without the part
-        of the picture that the prefill already contains."""
+    def picture_completion(self, codes: np.ndarray, thought: str = "") -> tuple[int, ...]:
+        """Ids of `thought`, the picture and the stop token, as the policy would write them:
+        without the part of the picture that the prefill already contains."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
         prefill_ids = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
         lengths = range(min(len(prefill_ids), len(picture)), 0, -1)
         num_shared = next((n for n in lengths if prefill_ids[-n:] == picture[:n]), 0)
-        return (*picture[num_shared:], self.vocabulary.picture.end_of_sequence)
+        thought_ids = prompting.plain_ids(self.tokenizer, thought) if thought else []
+        return (*thought_ids, *picture[num_shared:], self.vocabulary.picture.end_of_sequence)
 
     def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
         """The completion's picture as [h, w] int32 codes, or why there is none."""
@@ -314,16 +315,10 @@ def _read_tiktoken(folder: Path) -> Any:
 
 def read_model_config(folder: Path) -> Any:
     """`Emu3TextConfig` of a model folder in either format, with dropout 0, because sampling runs
-    without dropout. Raises ValueError if `config.json` is of another model."""
+    without dropout."""
     from transformers import Emu3TextConfig
 
     stored = json.loads((folder / "config.json").read_text())
-    model_type = stored.get("model_type")
-    if model_type not in (TEXT_MODEL, PUBLISHED_MODEL):
-        raise ValueError(
-            f"policy.model_path: {folder} holds a {model_type!r}, not an Emu3 language model: "
-            f"{TEXT_MODEL!r}, or {PUBLISHED_MODEL!r} as in BAAI/Emu3-Gen and BAAI/Emu3-Stage1"
-        )
     names = {"rope_scaling", "rope_theta", *(field.name for field in fields(Emu3TextConfig))}
     config = Emu3TextConfig.from_dict({k: v for k, v in stored.items() if k in names})
     config.architectures = ["Emu3ForCausalLM"]

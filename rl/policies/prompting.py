@@ -56,7 +56,7 @@ def spelled_out(template: PromptTemplate) -> PromptTemplate:
 
 
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
-    """Ids of the filled template, ONE image placeholder per `{image}`.
+    """Ids of the filled template, as `for_pictures` gives it: ONE image placeholder per picture.
 
     The instruction never becomes special tokens: '<|im_end|>' in it would otherwise end its turn,
     and '<|image_pad|>' would get a picture. An instruction with such text is tokenised separately,
@@ -64,8 +64,7 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
     Raises ValueError when the template does not hold `{instruction}` exactly once.
     """
-    text = template.text.replace(_BRACKETED, "{image}")
-    parts = text.replace("{image}", PICTURE).split("{instruction}")
+    parts = template.text.split("{instruction}")
     if len(parts) != 2:
         raise ValueError(
             f"the prompt template must hold {{instruction}} exactly once, not {len(parts) - 1} "
