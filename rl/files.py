@@ -306,6 +306,19 @@ def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) ->
     return image
 
 
+def size_of_area(width: int, height: int, area_px: int, multiple_px: int) -> tuple[int, int]:
+    """(width, height) of about `area_px` pixels: aspect kept, both sides multiples of
+    `multiple_px`, rounded as in diffusers' Qwen-Image pipelines, but never to 0."""
+    ratio = width / height
+    width_px = math.sqrt(area_px * ratio)
+    height_px = width_px / ratio
+
+    def rounded(side_px: float) -> int:
+        return max(1, round(side_px / multiple_px)) * multiple_px
+
+    return rounded(width_px), rounded(height_px)
+
+
 def over_white(image: Image) -> Image:
     """The picture in RGB, on a white background where it is transparent."""
     if image.has_transparency_data:

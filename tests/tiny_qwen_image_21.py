@@ -23,8 +23,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.files import over_white
-from rl.renderers.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21_config import Config
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop
+from rl.renderers.qwen_image_config import condition_sizes
 from rl.renderers.qwen_image_loop import EditorParts, PictureVae
 from tiny_world.builder.image21_models import make_transformer
 from tiny_world.builder.image21_tokenizer import image_processor
@@ -144,7 +145,8 @@ def encode(words: str, sources: Sequence[Image.Image]) -> tuple[torch.Tensor, tu
     system = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
     user = f"<|im_start|>user\n{marks}{words}<|im_end|>\n<|im_start|>assistant\n"
     config = Config(**TINY)
-    sizes = condition_sizes(config, [source.size for source in sources])
+    job = RenderJob(Sample("s", words, sources=tuple(sources)), None, 0)
+    sizes = condition_sizes(config, job)
     images = [
         over_white(s.convert("RGBA").resize(size, Image.Resampling.LANCZOS))
         for s, size in zip(sources, sizes, strict=True)

@@ -103,9 +103,8 @@ class VllmEngine(Engine[Config]):
         )
         self._setup = setup
         self._on_cuda = setup.device.startswith("cuda")
-        residency = "resident" if setup.has_room else "sleep"
-        residency = residency if config.residency == "auto" else config.residency
-        self._sleeps = self._on_cuda and residency == "sleep"
+        needs_sleep = {"auto": not setup.has_room, "sleep": True, "resident": False}
+        self._sleeps = self._on_cuda and needs_sleep[config.residency]
         """Whether the engine frees the device while others use it."""
         self._features_of = policy.picture_features if reads_features else None
         """Encodes pictures in the policy's vision tower; None: the engine's own tower does."""
@@ -113,7 +112,6 @@ class VllmEngine(Engine[Config]):
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
         self._has_lora = policy.config.lora is not None
-        self._failed = False
         self._fingerprint: str | None = None
         self._expected: Lora | Whole = {}
         """The weights that the worker must hold since the last load."""
@@ -271,10 +269,8 @@ class VllmEngine(Engine[Config]):
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token (all G members are then equal).
 
-        After an exception in vLLM this engine is unusable: vLLM's next call would never return.
+        After an exception, which ends a run, do not call it again: vLLM would never return.
         """
-        if self._failed:
-            raise RuntimeError("the vLLM engine failed before and cannot be used again")
         import torch
 
         from rl.engines import vllm_requests
@@ -289,13 +285,9 @@ class VllmEngine(Engine[Config]):
             )
             for prompt, features, seed in zip(prompts_P, features_P, seeds_P, strict=True)
         ]
-        try:
-            # vLLM also draws an unused number from the global generator in each step.
-            with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
-                outputs_P = self._run(requests_P)
-        except BaseException:
-            self._failed = True
-            raise
+        # vLLM also draws an unused number from the global generator in each step.
+        with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
+            outputs_P = self._run(requests_P)
         completions_PG = [
             [
                 vllm_requests.completion(member, self._stop_ids, prompt.grid, self._vocabulary)
@@ -362,7 +354,6 @@ class VllmEngine(Engine[Config]):
         [changed] = self._llm.collective_rpc(parameter_difference, args=(self._sleep_sums,))
         self._sleep_sums = None
         if problem := changed or (self._fingerprint and self._difference()):
-            self._failed = True
             raise RuntimeError(
                 f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "
                 "or use another version of vLLM"

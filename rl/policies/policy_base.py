@@ -360,8 +360,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         LoRA: the adapter is off, or has the weights that the run started from. Full fine-tuning:
         the initial checkpoint's weights, kept on the CPU from the first use on, replace the trained
-        ones. Raises ValueError for that under ZeRO-3, which holds no complete tensors to swap; an
-        adapter is gathered there, written, and written back.
+        ones, which ZeRO-3 has no complete tensors for; an adapter is gathered there, written, and
+        written back.
         """
         if self.module.adapted and self._start is None:
             with self.base_model():
@@ -369,13 +369,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             return
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if is_sharded(self.module):
-            start = self._start
-            if start is None:
-                raise ValueError(
-                    "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
-                    "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
-                )
-            now = _written(trained, {name: start[name.removeprefix(WRAPPER)] for name in trained})
+            assert self._start is not None, "rl check refuses full fine-tuning"
+            start = {name: self._start[name.removeprefix(WRAPPER)] for name in trained}
+            now = _written(trained, start)
             try:
                 yield
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +56,7 @@ def spelled_out(template: PromptTemplate) -> PromptTemplate:
 
 
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
-    """Ids of the filled template, ONE image placeholder per `{image}`.
+    """Ids of the filled template, as `for_pictures` gives it: ONE image placeholder per picture.
 
     The instruction never becomes special tokens: '<|im_end|>' in it would otherwise end its turn,
     and '<|image_pad|>' would get a picture. An instruction with such text is tokenised separately,
@@ -65,8 +64,7 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
     Raises ValueError when the template does not hold `{instruction}` exactly once.
     """
-    text = template.text.replace(_BRACKETED, "{image}")
-    parts = text.replace("{image}", PICTURE).split("{instruction}")
+    parts = template.text.split("{instruction}")
     if len(parts) != 2:
         raise ValueError(
             f"the prompt template must hold {{instruction}} exactly once, not {len(parts) - 1} "
@@ -133,19 +131,6 @@ def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int
     for token in token_ids:
         expanded += [token] * (next(remaining) if token == image_id else 1)
     return expanded
-
-
-def size_of_area(width: int, height: int, area_px: int, multiple_px: int) -> tuple[int, int]:
-    """(width, height) of about `area_px` pixels: aspect kept, both sides multiples of
-    `multiple_px`, rounded as in diffusers' Qwen-Image-Edit pipelines."""
-    ratio = width / height
-    width_px = math.sqrt(area_px * ratio)
-    height_px = width_px / ratio
-
-    def rounded(side_px: float) -> int:
-        return max(1, round(side_px / multiple_px)) * multiple_px
-
-    return rounded(width_px), rounded(height_px)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

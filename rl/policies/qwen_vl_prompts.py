@@ -27,6 +27,7 @@ from rl.api.types import (
     UnusableSampleError,
 )
 from rl.config.schema import MAX_COUNT
+from rl.files import digest, over_white, size_of_area
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
 from rl.ranks.dist import calls_in_step
@@ -522,7 +523,7 @@ class QwenPrompts:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         if self.template.image_area_px is not None:
-            width, height = prompting.size_of_area(
+            width, height = size_of_area(
                 width, height, self.template.image_area_px, self.template.image_multiple_px
             )
         size, before = (height, width), (0, 0)
@@ -541,13 +542,11 @@ class QwenPrompts:
         resize differently, do not resize it."""
         from PIL import Image as PILImage
 
-        from rl.files import over_white
-
         size = self._final_size(*image.size)
         # Treat every form of transparency as in the picture that the VAE gets.
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if (area := self.template.image_area_px) is not None:  # as in diffusers' pipelines
-            area_size = prompting.size_of_area(*image.size, area, self.template.image_multiple_px)
+            area_size = size_of_area(*image.size, area, self.template.image_multiple_px)
             image = image.resize(area_size, PILImage.Resampling.LANCZOS)
         image = over_white(image)  # after the resize, which needs the transparency at edges
         return image.resize(size, PILImage.Resampling(self.image_processor.resample))
@@ -587,8 +586,6 @@ class QwenPrompts:
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
         """A content hash of each picture of `prompt`: two data sets may use the same id for
         different pictures, and one picture may come with several instructions."""
-        from rl.files import digest
-
         if prompt not in self._picture_keys:
             self._picture_keys[prompt] = tuple(map(digest, prompt.images))
         return self._picture_keys[prompt]
@@ -658,7 +655,7 @@ class QwenRowCheck:
             return math.inf
         if size is not None:
             if (area := self._template.image_area_px) is not None:
-                size = prompting.size_of_area(*size, area, self._template.image_multiple_px)
+                size = size_of_area(*size, area, self._template.image_multiple_px)
             least_px = self._config.image_min_pixels or MIN_PX
             scale = max(1.0, math.sqrt(least_px / math.prod(size)))
             most_px = min(most_px, math.prod(side * scale + self._slot_px for side in size))

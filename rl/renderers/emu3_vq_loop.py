@@ -173,7 +173,7 @@ class Emu3VqLoop:
     def __init__(self, codec: Emu3Codec, batch_of: BatchOf, may_split: bool = True) -> None:
         self.codec = codec
         self._batch_of, self._may_split = batch_of, may_split
-        self._cache: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
+        self._cache: LRUCache[tuple[Hashable, bytes], Image.Image] = LRUCache(NUM_KEPT_PICTURES)
         self._fits: Fits = {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
@@ -213,7 +213,7 @@ class Emu3VqLoop:
                 f"sample {sample.id!r}: a picture of it cannot be drawn: {reason}; tokenise the "
                 "data with the renderer's own model_path (rl prepare)"
             )
-        key = _key(codes)
+        key = codes.shape, codes.astype(np.int64).tobytes()
         if key not in self._cache:
             [outcome] = self._draw_batch([codes], None)
             if isinstance(outcome, RenderFailure):
@@ -232,8 +232,3 @@ class Emu3VqLoop:
     def _draw_batch(self, grids: Sequence[np.ndarray], key: Hashable) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
         return [*to_pictures(self.codec.decode_tensor(codes), self.codec.to_pictures)]
-
-
-def _key(codes: np.ndarray) -> bytes:
-    """A cache key; two keys are equal exactly if their grids are."""
-    return np.array(codes.shape, np.int64).tobytes() + codes.astype(np.int64).tobytes()

@@ -9,7 +9,7 @@ from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.renderers.diffusion_renderer import shape_of
-from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, size_problems, wrong_steps
+from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
 from rl.renderers.qwen_image_config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
@@ -68,7 +68,13 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run) + size_problems(config, run)
+        problems = super().problems(config, run)
+        if config.policy_image_area_px != config.condition_area_px:
+            problems.append(
+                f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
+                f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens "
+                "one to one; set both to one value"
+            )
         try:
             step_problem = wrong_steps(config, sigmas_of_folder(config))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1's section, and which picture sizes its policy needs."""
+"""Qwen-Image-2.1's section, and the noise levels of its checkpoints."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.api.types import RenderJob
-from rl.config.loading import is_folder, located
-from rl.config.schema import RunConfig
 from rl.files import row_of
-from rl.renderers.qwen_image_config import (
-    SIZE_MULTIPLE_PX,
-    DenoisingConfig,
-    Size,
-    fit_area,
-    output_size,
-)
-
-# ---- qwen image 21 config ------------------------------------------------------------------------
-# Config keys of renderer `qwen_image_21`; computes picture sizes and noise levels from them.
+from rl.renderers.qwen_image_config import DenoisingConfig
 
 TOKENS_PER_SLOT = 4
 """Latent tokens that replace one image token of the text encoder: 2x2 latents, 32x32 px."""
@@ -55,21 +43,6 @@ class Config(DenoisingConfig):
     each at 1024 x 1024 px."""
 
 
-def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
-    """Size at which the VAE and the policy see each source."""
-    return [fit_area(config.condition_area_px, size) for size in sources]
-
-
-def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
-    """Size of the picture drawn from sources of these sizes."""
-    return output_size(config, sources[-1] if sources else (1, 1))
-
-
-def bucket_of(config: Config, job: RenderJob) -> Size:
-    """Jobs whose pictures have one size may share a batch."""
-    return drawn_size(config, [source.size for source in job.sample.sources])
-
-
 def sigmas_of_folder(config: Config) -> Sequence[float] | None:
     """Noise levels of a local folder's model_index.json; None for a hub id, or if it has none."""
     file = Path(config.model_path, INDEX)
@@ -96,50 +69,3 @@ def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
         f"num_steps: {config.num_steps}, but the checkpoint has {number} {SIGMAS}; set num_steps: "
         f"{number}"
     )
-
-
-# ---- size check ----------------------------------------------------------------------------------
-# Checks that the policy and the VAE see every source picture at the same size.
-
-RELEASED_BOUNDS_PX = 256 * 256, 4096 * 4096
-"""Smallest and largest picture area that Qwen3-VL's image processor does not resize."""
-MAX_SIDE_SUM = 14.3
-"""(width + height) / sqrt(area) of a 200:1 picture; the processor refuses thinner pictures."""
-
-
-def areas_px(config: Config) -> tuple[int, int]:
-    """Smallest and largest area of a source of any aspect ratio. Each side is rounded to a
-    multiple of 32, at least 32."""
-    area, multiple = config.condition_area_px, SIZE_MULTIPLE_PX
-    sides = int(MAX_SIDE_SUM * area**0.5)
-    return max(multiple**2, area - multiple // 2 * sides), area + multiple * sides + multiple**2
-
-
-def size_problems(config: Config, run: RunConfig) -> list[str]:
-    """A message per problem: the key (relative to the renderer's section), the cause, the fix.
-
-    The VAE's latents replace the policy's image tokens at the same positions, so the policy's
-    image processor must not resize pictures that the renderer has already resized.
-    """
-    if config.policy_image_area_px != config.condition_area_px:
-        return [
-            f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
-            f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens one "
-            "to one; set both to one value"
-        ]
-    smallest, largest = areas_px(config)
-    is_folder_here = is_folder(located(str(run.policy.get("model_path"))))
-    messages = []
-    for key, released_px, area_px, sign in (
-        ("image_min_pixels", RELEASED_BOUNDS_PX[0], smallest, 1),
-        ("image_max_pixels", RELEASED_BOUNDS_PX[1], largest, -1),
-    ):
-        # A local model's own bounds are not read: the first batch tells if they do not suit.
-        bound = run.policy.get(key) or (area_px if is_folder_here else released_px)
-        if isinstance(bound, int) and sign * bound > sign * area_px:
-            messages.append(
-                f"condition_area_px: {config.condition_area_px}, but policy.{key} is {bound}, so "
-                "that the policy would see some sources at another size than the VAE; set "
-                f"policy.{key}: {area_px}"
-            )
-    return messages

@@ -21,13 +21,11 @@ from rl.renderers.qwen_image_21_config import (
     NUM_POSITIONS,
     TOKENS_PER_SLOT,
     Config,
-    bucket_of,
-    condition_sizes,
     sigmas_of_folder,
     sigmas_of_index,
     wrong_steps,
 )
-from rl.renderers.qwen_image_config import PATCH_PX, Size
+from rl.renderers.qwen_image_config import PATCH_PX, Size, condition_sizes, output_size
 from rl.renderers.qwen_image_denoiser import Heads, heads_of
 from rl.renderers.qwen_image_loop import (
     EditorParts,
@@ -180,7 +178,13 @@ class Denoiser:
         pieces, start_len = rows[0].pieces, rows[0].start_len
         words_R = [row.states[start_len:] for row in rows]
         text_lens = tuple(map(len, words_R))
-        start = self._read_start(rows[0]) if start_len else []
+        start: list[KeysValues] = []
+        if start_len:
+            start = self._keys_and_values(
+                self._embed(rows[0]),
+                self._rotary(positions(pieces)),
+                lambda _, heads: _attend_in_order(pieces, *heads),
+            )
         first = end_of(pieces)
         runs = Runs(text_lens, text_lens, causal=True)
         words = self._keys_and_values(
@@ -234,13 +238,6 @@ class Denoiser:
         scale, gate, mlp_scale, mlp_gate = model.modulation(embedding)[0].chunk(4)
         out_scale = model.norm_out.linear(model.norm_out.silu(embedding))[0]
         return Modulation(1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh(), 1 + out_scale)
-
-    def _read_start(self, row: Row) -> list[KeysValues]:
-        """Keys and values of a row's start, for every layer."""
-        rotary = self._rotary(positions(row.pieces))
-        return self._keys_and_values(
-            self._embed(row), rotary, lambda _, heads: _attend_in_order(row.pieces, *heads)
-        )
 
     def _embed(self, row: Row) -> torch.Tensor:
         """[T, D]: embeddings of a row's start, with latents for the pictures' states."""
@@ -362,7 +359,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     (4e-4 with guidance 3). In half precision only the same batch reproduces a picture exactly.
     """
 
-    bucket_of = staticmethod(bucket_of)
+    bucket_of = staticmethod(output_size)
 
     def __init__(self, config: Config, parts: EditorParts) -> None:
         super().__init__(config, parts)
@@ -374,7 +371,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     def _positions(self, job: RenderJob, bucket: Size) -> tuple[int, int]:
         """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
         payload: HiddenStates = job.payload
-        sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
+        sizes = condition_sizes(self.config, job)
         _check_picture_lengths(payload, sizes)
         states = [payload.embeds, *filter(torch.is_tensor, [payload.negative_embeds])]
         num_text = max(map(len, states)) - sum(map(len, payload.pictures))
@@ -415,8 +412,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     def _rows(self, job: RenderJob) -> list[Row]:
         """The job's row and, with guidance, that of its negative prompt."""
         device, dtype = self.parts.transformer.device, self.parts.transformer.dtype
-        sources = job.sample.sources
-        sizes = condition_sizes(self.config, [source.size for source in sources])
+        sources, sizes = job.sample.sources, condition_sizes(self.config, job)
         pictures = tuple(
             PromptImage(indices, self._source_latents([p], size)[0], latent_shape(size), digest(p))
             for indices, p, size in zip(job.payload.pictures, sources, sizes, strict=True)

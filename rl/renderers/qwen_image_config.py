@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -14,6 +13,7 @@ from rl.api.plugin import FrozenModelConfig, ModelFiles, SavesMemory
 from rl.api.types import RenderJob
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import MAX_COUNT, MAX_SIDE_PX, RunConfig, Unread
+from rl.files import size_of_area
 from rl.model_files import missing_model
 from rl.renderers.diffusion_renderer import DiffusionRenderer, SchedulerOverrides, transformer_value
 
@@ -69,7 +69,7 @@ class DenoisingConfig(FrozenModelConfig):
     (bfloat16 alone: 0.0011 and 0.02)."""
     lora_path: str | None = None
     """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
-    lora_weight_name: str | None = None
+    lora_weight_name: Annotated[str | None, Unread("lora_path", None)] = None
     """File name inside lora_path when that is a folder or hub id with several."""
     scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
     """Values that replace keys of the checkpoint's scheduler config, for few-step adapters."""
@@ -80,25 +80,18 @@ class DenoisingConfig(FrozenModelConfig):
         return getattr(self, "max_pictures", 1)
 
 
-def fit_area(area_px: int, source_size: Size) -> Size:
-    """(width, height) in px, multiples of 32, of about `area_px` with the aspect of `source_size`.
-
-    Equals the stock pipelines' `calculate_dimensions`, except that a side of a very long picture is
-    at least 32 px where the stock function rounds it to 0.
-    """
-    ratio = source_size[0] / source_size[1]
-    width = math.sqrt(area_px * ratio)
-    height = width / ratio
-    sides = (round(side / SIZE_MULTIPLE_PX) * SIZE_MULTIPLE_PX for side in (width, height))
-    width_px, height_px = (max(side, SIZE_MULTIPLE_PX) for side in sides)
-    return width_px, height_px
+def condition_sizes(config: DenoisingConfig, job: RenderJob) -> list[Size]:
+    """Size at which the VAE sees each source."""
+    area, sources = config.condition_area_px, job.sample.sources
+    return [size_of_area(*source.size, area, SIZE_MULTIPLE_PX) for source in sources]
 
 
-def output_size(config: DenoisingConfig, source_size: Size) -> Size:
-    """(width, height) in px of the rendered picture."""
+def output_size(config: DenoisingConfig, job: RenderJob) -> Size:
+    """Size of the rendered picture: of the last source's aspect, or a square without sources."""
     if config.height_px is not None and config.width_px is not None:
         return config.width_px, config.height_px
-    return fit_area(config.output_area_px, source_size)
+    aspect = job.sample.sources[-1].size if job.sample.sources else (1, 1)
+    return size_of_area(*aspect, config.output_area_px, SIZE_MULTIPLE_PX)
 
 
 class Bucket(NamedTuple):
@@ -111,11 +104,10 @@ class Bucket(NamedTuple):
 
 
 def edit_bucket(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
-    """The picture has the aspect of the last source. None: no source, so no picture."""
-    if not (sources := job.sample.sources):
+    """None: no source, so no picture."""
+    if not job.sample.sources:
         return None
-    conditions = tuple(fit_area(config.condition_area_px, source.size) for source in sources)
-    return Bucket(output_size(config, sources[-1].size), conditions)
+    return Bucket(output_size(config, job), tuple(condition_sizes(config, job)))
 
 
 # ---- qwen image plugin base ----------------------------------------------------------------------
@@ -148,8 +140,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
             problems.append(
                 "height_px, width_px: set both for a fixed size, or neither for output_area_px"
             )
-        if config.lora_weight_name and not config.lora_path:
-            problems.append("lora_weight_name: names a file of lora_path, which is not set")
         lora = config.lora_path
         if lora and not_a_file(lora):
             problems += missing_model("lora_path", lora)

@@ -97,18 +97,6 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     return [StepModulation(*step) for step in zip(image.cpu(), text.cpu(), out.cpu(), strict=True)]
 
 
-def move_without_modulation(transformer: Any, device: str) -> None:
-    """Move everything but the modulation, which stays in host memory. Where it is unchanged from
-    the checkpoint, it stays memory-mapped from the file, shared by all ranks of a machine."""
-    for name, child in transformer.named_children():
-        if name != "transformer_blocks":
-            child.to(device)
-    for block in transformer.transformer_blocks:
-        for name, child in block.named_children():
-            if name not in MODULATIONS:
-                child.to(device)
-
-
 # ---- qwen image denoiser -------------------------------------------------------------------------
 # One denoising step: our forward over the weights of a QwenImageTransformer2DModel.
 #
@@ -346,7 +334,7 @@ def rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 
 # ---- fp8 -----------------------------------------------------------------------------------------
-# Stores the linear layers of the transformer's blocks in 8 bits, to save memory.
+# Moves the transformer; stores the linear layers of its blocks in 8 bits, to save memory.
 
 EIGHT_BITS = torch.float8_e4m3fn
 
@@ -372,13 +360,20 @@ class Fp8Linear(nn.Module):
         return F.linear(tokens, weight, self.bias)
 
 
-def round_blocks(transformer: Any, device: str | torch.device) -> None:
-    """Move every block except its modulation to `device`, and replace its linear layers by
-    `Fp8Linear`, part by part: the device holds the original weights of one part at a time."""
+def move(transformer: Any, device: str, rounded: bool = False) -> None:
+    """Move everything but the modulation, which stays in host memory. Where it is unchanged from
+    the checkpoint, it stays memory-mapped from the file, shared by all ranks of a machine.
+
+    `rounded`: replace the blocks' linear layers by `Fp8Linear`, part by part: the device holds the
+    original weights of one part at a time.
+    """
+    for name, child in transformer.named_children():
+        if name != "transformer_blocks":
+            child.to(device)
     for block in transformer.transformer_blocks:
         for name, part in block.named_children():
             if name in MODULATIONS:
                 continue
             for path, layer in list(part.to(device).named_modules()):
-                if isinstance(layer, nn.Linear):
+                if rounded and isinstance(layer, nn.Linear):
                     part.set_submodule(path, Fp8Linear(layer))

@@ -22,13 +22,7 @@ from rl.model_files import align_weights
 from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
 from rl.renderers.diffusion_renderer import denoise, override_scheduler, prepared
 from rl.renderers.qwen_image_config import PATCH_PX, Bucket, DenoisingConfig, Size, edit_bucket
-from rl.renderers.qwen_image_denoiser import (
-    Conditioning,
-    Denoiser,
-    ModulationTables,
-    move_without_modulation,
-    round_blocks,
-)
+from rl.renderers.qwen_image_denoiser import Conditioning, Denoiser, ModulationTables, move
 
 # ---- vae2d ---------------------------------------------------------------------------------------
 # The Qwen-Image VAEs for single pictures, without the parts that only videos need.
@@ -188,12 +182,11 @@ def prepare_transformer(transformer: Any, config: DenoisingConfig, device: str) 
     memory, and blocks are rounded one part at a time.
     """
     if config.fp8 == "off":
-        move_without_modulation(transformer, device)
+        move(transformer, device)
     if config.lora_path:
         fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
     if config.fp8 != "off":
-        round_blocks(transformer, device)
-        move_without_modulation(transformer, device)
+        move(transformer, device, rounded=True)
 
 
 def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:

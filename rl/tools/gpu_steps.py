@@ -12,6 +12,7 @@ import torch
 
 from rl import build
 from rl.algorithm.attention_kernels import CPU, PLAIN, Kernel, choose_kernel
+from rl.api.engine import EngineClaim
 from rl.api.types import Completion, PackedGroup
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
@@ -30,6 +31,8 @@ from rl.train import sampling_params
 INSTEAD = {"engine.type": "transformers"}
 FIX = "set engine.type=transformers"
 AWAKE = {"engine.residency": "resident"}
+CLAIM = EngineClaim(cache_bytes=256 << 20, share=0.01)
+"""Given a cache size, vLLM does not profile: it would count what the steps beside it allocate."""
 
 
 class Opened:
@@ -37,12 +40,12 @@ class Opened:
 
     def __init__(self, setup: Setup, config_name: str, residency: str, stack: ExitStack) -> None:
         more = [] if setup.tiny else [f"engine.residency={residency}"]
-        path, *words = setup.words(config_name, "engine.gpu_memory_utilization=0.1", *more)
+        path, *words = setup.words(config_name, *more)
         self.config = load_config(path, [*words, "engine.type=vllm"])
         resolved, dist = build.resolve(self.config), Dist.from_env(setup.device)
         self.policy = build.build_policy(resolved, dist)
         stack.callback(self.policy.close)
-        self.engine: Any = build.build_engine(resolved, self.policy, dist)
+        self.engine: Any = build.build_engine(resolved, self.policy, dist, claim=CLAIM)
         stack.callback(self.engine.close)
         [source] = build.build_data(resolved, resolved.train)
         self.prompts = [self.policy.build_prompt(source[index]) for index in range(2)]

@@ -351,22 +351,6 @@ def test_other_weights_than_the_trainers_adapter_are_refused(synced, policy, cha
         synced.load_weights(change(export(policy)))
 
 
-def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, engine):
-    """Its next call would never return. (The test restores the flag: nothing really broke.)"""
-
-    def explode(*_args, **_kwargs):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(engine, "_run", explode)
-    monkeypatch.setattr(engine, "_failed", False)
-    with pytest.raises(ZeroDivisionError):
-        engine.generate(prompts_P, params(), [1, 2, 3])
-    monkeypatch.undo()
-    monkeypatch.setattr(engine, "_failed", True)
-    with pytest.raises(RuntimeError, match="failed before"):
-        engine.generate(prompts_P, params(), [1, 2, 3])
-
-
 def test_the_start_leaves_cudnn_attention_enabled():
     with vllm_engine.untouched_globals():
         torch.backends.cuda.enable_cudnn_sdp(False)  # as vllm/platforms/cuda.py

@@ -165,7 +165,6 @@ def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatc
         for name, tower in worker.model_runner.get_model().visual.named_parameters():
             tower.data.copy_(kept.get(name, tower))
 
-    monkeypatch.setattr(engine, "_failed", False)
     monkeypatch.setattr(engine, "_sleeps", True)
     monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: None)
     monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: None)
@@ -176,8 +175,6 @@ def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatc
     with pytest.raises(RuntimeError, match="woke up with other weights in 1 parameters: visual"):
         engine.wake()
     engine._llm.collective_rpc(put_back)
-    with pytest.raises(RuntimeError, match="failed before"):
-        engine.generate([policy.build_prompt(tiny_qwen.sample(0))], PARAMS, [1])
 
 
 def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate(tmp_path):

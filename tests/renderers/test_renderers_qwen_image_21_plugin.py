@@ -13,13 +13,13 @@ from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
 from rl.api.plugin import Resources
+from rl.api.types import RenderJob, Sample
 from rl.policies.prompting import PICTURE as PICTURE_TOKENS
 from rl.policies.prompting import for_pictures
 from rl.renderers.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_21_config import Config, areas_px, condition_sizes, drawn_size
+from rl.renderers.qwen_image_21_config import Config
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop
-
-PROCESSOR_BOUNDS = {"image_min_pixels": 1, "image_max_pixels": 10**9}
+from rl.renderers.qwen_image_config import output_size
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def make_config(path: Path | str, **changes: object) -> Config:
     return Config(**{**tiny.TINY, "model_path": str(path), **changes})
 
 
-def problems(config: Config, **policy: object) -> list[str]:
-    section = {"type": "qwen3_vl", "model_path": "some/base", **PROCESSOR_BOUNDS, **policy}
+def problems(config: Config) -> list[str]:
+    section = {"type": "qwen3_vl", "model_path": "some/base"}
     return QwenImage21.problems(config, run_config(policy=section))
 
 
@@ -64,19 +64,6 @@ def test_the_prompt_equals_that_of_the_stock_pipeline(monkeypatch, number: int) 
     assert (template.max_pictures, template.needs_picture) == (10, False)
 
 
-def test_the_default_picture_bounds_of_the_policy_are_valid() -> None:
-    assert problems(Config(type="qwen_image_21"), image_min_pixels=None) == []
-
-
-@pytest.mark.parametrize("size", [(64, 64), (3000, 1000), (1000, 3000), (2000, 10), (640, 427)])
-def test_every_source_is_within_the_checked_areas(size: tuple[int, int]) -> None:
-    for side in (64, 512, 1024):
-        config = make_config("x", condition_area_px=side**2)
-        smallest, largest = areas_px(config)
-        ((width, height),) = condition_sizes(config, [size])
-        assert smallest <= width * height <= largest
-
-
 def test_the_width_of_the_states_is_read_from_the_transformer(folder: Path) -> None:
     assert QwenImage21.state_dim_of(make_config(folder)) == tiny.STATE_DIM
     assert QwenImage21.state_dim_of(Config(type="x")) == 4096
@@ -102,9 +89,13 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
 def test_the_last_source_sets_the_size(folder: Path) -> None:
     config = make_config(folder)
     assert QwenImage21(config, Resources(None, "cpu")).state_dim == tiny.STATE_DIM
-    sizes = [picture.size for picture in references(3)]
-    assert drawn_size(config, sizes[:2]) == drawn_size(config, []) == (64, 64)
-    assert drawn_size(config, sizes) == (32, 96)
+
+    def drawn_size(number: int) -> tuple[int, int]:
+        sample = Sample("s", "", sources=tuple(references(3)[:number]))
+        return output_size(config, RenderJob(sample, None, 0))
+
+    assert drawn_size(2) == drawn_size(0) == (64, 64)
+    assert drawn_size(3) == (32, 96)
 
 
 def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rl.renderers.qwen_image_denoiser import (
     Fp8Linear,
     ModulationTables,
     build_table,
-    round_blocks,
+    move,
 )
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.qwen_image_loop import FrameVae, prepare_transformer
@@ -216,7 +216,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
 def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> None:
     jobs, parts = tiny_editor.three_jobs(), tiny_editor.make_parts()
     exact = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
-    round_blocks(parts.transformer, "cpu")
+    move(parts.transformer, "cpu", rounded=True)
     kinds = [type(m) for m in parts.transformer.transformer_blocks.modules()]
     # Eight in attention and two in each of two MLPs are rounded, modulation is not.
     assert (kinds.count(Fp8Linear), kinds.count(nn.Linear)) == (2 * 12, 2 * 2)
