@@ -246,10 +246,6 @@ class _Pair(NamedTuple):
     """A message with both rewards."""
 
 
-class UnequalRewardsError(RuntimeError):
-    """Equal words with equal pictures have unequal rewards."""
-
-
 def check_equal_words(
     metrics: Metrics,
     variants_P: Sequence[Variants],
@@ -259,7 +255,7 @@ def check_equal_words(
 ) -> None:
     """Compare the variants of each sample that have equal words: pictures may differ by rounding,
     rewards of equal pictures not at all, and other rewards by a judge's noise. Warn of more;
-    `at_start`, raise `UnequalRewardsError` on every rank for equal pictures whose rewards differ by
+    `at_start`, raise RuntimeError on every rank for equal pictures whose rewards differ by
     more than a judge's noise. Adds `eval/equal_words_levels` and, if the judge has graded two such
     pictures, `eval/equal_words_std`. Collective."""
     local_pairs = [pair for variants in variants_P for pair in _pairs(variants)]
@@ -271,20 +267,22 @@ def check_equal_words(
     # An episode has only the first of its completion's pictures.
     same = [pair for pair in pairs if pair.levels == 0 and images_per_completion == 1]
     redrawn = [pair for pair in pairs if pair.levels > 0 or images_per_completion > 1]
-    sentences = [_compared_pictures(metrics, pairs, of_other_words), _compared_noise(redrawn)]
+    sentences = [_compared_pictures(metrics, pairs, of_other_words)]
     if redrawn:
         variance = fmean(pair.gap**2 / 2 for pair in redrawn)
         metrics.maximum("eval/equal_words_std", variance**0.5)
     worst = max(same, key=lambda pair: pair.gap, default=None)
     if worst is not None and worst.gap > ROUNDING:
-        sentences[1] = (
+        sentences.append(
             f"equal words and equal pictures have unequal rewards: {worst.text}. Scores are "
             "assigned to another completion than the graded one, or a reward grades one picture "
             "differently each time: make judge and rewards reply in the order of their inputs, and "
             "make each reward a function of its input"
         )
         if at_start and worst.gap > MOST_NOISE:
-            raise UnequalRewardsError(sentences[1])
+            raise RuntimeError(sentences[1])
+    elif redrawn:
+        sentences.append(_compared_noise(redrawn))
     for sentence in filter(None, sentences if dist.is_main else ()):
         warn(sentence)
 
@@ -317,9 +315,7 @@ def _compared_pictures(
 def _compared_noise(redrawn: Sequence[_Pair]) -> str:
     """A warning if the rewards of equal words, whose pictures are not bit-equal, differ by more
     than a judge's noise; '' if not."""
-    worst = max(redrawn, key=lambda pair: pair.gap, default=None)
-    if worst is None:
-        return ""
+    worst = max(redrawn, key=lambda pair: pair.gap)
     mean = fmean(pair.gap for pair in redrawn)
     if worst.gap <= MOST_NOISE and mean <= MEAN_NOISE:
         return ""

@@ -30,7 +30,6 @@ class Paired:
     mean: float
     error: float | None
     """Standard error of the mean; None for a single cluster."""
-    num: int
     num_clusters: int
 
     @property
@@ -50,9 +49,9 @@ def paired(
     if not differences_S:
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
-    num, num_clusters = len(differences_S), len(sums_C)
-    mean, error = ratio(sums_C, sizes_C) if num_clusters > 1 else (float(sums_C.sum()) / num, None)
-    return Paired(mean, error, num, num_clusters)
+    if len(sums_C) == 1:
+        return Paired(float(sums_C[0] / sizes_C[0]), None, 1)
+    return Paired(*ratio(sums_C, sizes_C), len(sums_C))
 
 
 def ratio(sums_C: np.ndarray, sizes_C: np.ndarray) -> tuple[float, float]:
@@ -106,8 +105,7 @@ def _by_cluster(
     values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(sum of the values, number of samples) of each cluster, float64."""
-    if names_S is None:
-        return np.array(values_S, dtype=np.float64), np.ones(len(values_S))
+    names_S = names_S or [[number] for number in range(len(values_S))]
     parents: dict[Hashable, Hashable] = {}
 
     def root(name: Hashable) -> Hashable:

@@ -115,15 +115,13 @@ class LastFinished:
         )
 
 
-def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
-    """Save the last finished iteration alone, on a signal, outside the main thread. Returns whether
-    all finished iterations are on disk."""
+def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
+    """Save the last finished iteration alone, on a signal, outside the main thread."""
     try:
-        held = last.in_memory() if last.done else None
-        return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
+        if last.done and (held := last.in_memory()):
+            checkpoints.save_alone(held)
     except Exception as error:
         warn(f"the finished iterations could not be saved at once: {error!r}")
-        return False
 
 
 def save_before_leaving(

@@ -10,17 +10,17 @@ from rl.run.paired import Paired, interval, paired, student
 
 def test_paired_differences() -> None:
     assert paired([]) is None
-    assert paired([0.5]) == Paired(0.5, None, 1, 1)
+    assert paired([0.5]) == Paired(0.5, None, 1)
     differences = paired([0.1, 0.3, 0.2])
     assert differences == paired([0.1, 0.3, 0.2], [["a"], ["b"], ["c"]])
-    assert (differences.mean, differences.num) == (pytest.approx(0.2), 3)
+    assert (differences.mean, differences.num_clusters) == (pytest.approx(0.2), 3)
     assert differences.error == pytest.approx(0.1 / 3**0.5)
 
 
 def test_samples_that_share_a_picture_count_as_one() -> None:
     once, names = [0.1, 0.3, 0.2], [["a"], ["b"], ["c"]]
     fourfold = paired(once * 4, names * 4)
-    assert (fourfold.num, fourfold.num_clusters) == (12, 3)
+    assert fourfold.num_clusters == 3
     assert fourfold.error == pytest.approx(paired(once).error)
     through_others = paired([0.1, 0.3, 0.2, 0.4], [["a", "b"], ["c"], ["c", "b"], ["d"]])
     assert through_others.num_clusters == 2
@@ -31,13 +31,13 @@ def test_samples_that_share_a_picture_count_as_one() -> None:
 @pytest.mark.parametrize(
     ("fall", "alarms"),
     [
-        (Paired(0.10, 0.03, 64, 64), True),
-        (Paired(0.10, 0.03, 64, 4), False),  # only four source pictures
-        (Paired(0.10, 0.04, 64, 64), False),  # noise
-        (Paired(0.03, 0.0, 16, 16), True),  # all falls equal
-        (Paired(0.019, 0.001, 64, 64), False),  # significant but too small to matter
-        (Paired(-0.10, 0.01, 64, 64), False),  # a rise
-        (Paired(0.5, None, 1, 1), False),  # one sample has no error
+        (Paired(0.10, 0.03, 64), True),
+        (Paired(0.10, 0.03, 4), False),  # only four source pictures
+        (Paired(0.10, 0.04, 64), False),  # noise
+        (Paired(0.03, 0.0, 16), True),  # all falls equal
+        (Paired(0.019, 0.001, 64), False),  # significant but too small to matter
+        (Paired(-0.10, 0.01, 64), False),  # a rise
+        (Paired(0.5, None, 1), False),  # one sample has no error
     ],
 )
 def test_a_fall_alarms_beyond_noise(fall: Paired, alarms: bool) -> None:

@@ -26,7 +26,7 @@ def test_the_gaps_error_has_both_sources() -> None:
     slope, slope_error, _ = slope_of(list(first.values()))
     gap, gain = gap_of(first, {**now, "new": (1.0, 0.0)}, {key: [key] for key in now}) or (None, 0)
     lags = [slope * 0.2 - 0.01 * i for i in range(8)]
-    assert gap is not None and gap.num == 8 and gain == pytest.approx(0.2)
+    assert gap is not None and gap.num_clusters == 8 and gain == pytest.approx(0.2)
     assert gap.mean == pytest.approx(np.mean(lags))
     assert gap.error == pytest.approx((np.var(lags, ddof=1) / 8 + (slope_error * 0.2) ** 2) ** 0.5)
     assert gap_of(first, {}, {}) is None
