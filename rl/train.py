@@ -137,7 +137,8 @@ def learn_from(run: Run, pending: PendingStep) -> None:
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
     with timer.phase("record"):
-        run.checkpointing.finish(done, metrics)  # keeps the metrics; `run.log` writes them
+        # Keeps the metrics, too; `run.log` writes them.
+        run.checkpointing.last_finished.note(done, run.dist.reduce(metrics))
         run.recording.write_episodes(done, groups, rollout.bare_episodes)
     run.checkpointing.save_if_due(done, timer)
     measure(run, done, Metrics())

@@ -228,9 +228,8 @@ def add_state_drift(
                 write = partial(write_atomically, path, save({"states": states}), private)
                 retry_until_space(write, folder, path.name)
             if path.is_file():
-                moved, cosine = state_distance(states, load_file(path)["states"])
+                moved = state_distance(states, load_file(path)["states"])
                 metrics.add("drift/state_l2", moved, weight=len(ids))
-                metrics.add("drift/state_cosine", cosine, weight=len(ids))
 
 
 # ---- drift ---------------------------------------------------------------------------------------
@@ -250,16 +249,12 @@ Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents_of`)."""
 
 
-def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
-    """(relative L2 distance |h - h0| / |h0|, cosine): means over the tokens of states [T, D] of any
-    dtype and device, computed in float32."""
-    import torch
-
+def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> float:
+    """Relative L2 distance |h - h0| / |h0|: mean over the tokens of states [T, D] of any dtype and
+    device, computed in float32."""
     base = base_TD.float()
-    states = states_TD.to(base.device).float()
-    moved_T = (states - base).norm(dim=-1) / base.norm(dim=-1)
-    cosine_T = torch.cosine_similarity(states, base, dim=-1)
-    return float(moved_T.mean()), float(cosine_T.mean())
+    moved_TD = states_TD.to(base.device).float() - base
+    return float((moved_TD.norm(dim=-1) / base.norm(dim=-1)).mean())
 
 
 def _compare(

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl import build
-from rl.algorithm.metrics import Metrics
 from rl.api.policy import Policy
 from rl.check.memory_plan import HELD_STATE_GB
 from rl.console import warn
@@ -172,10 +171,6 @@ class Checkpointing:
     last_finished: LastFinished
     last_save: Future[None] | None = None
     """The write of the last checkpoint that was queued for the writer."""
-
-    def finish(self, done: int, metrics: Metrics) -> None:
-        """Note that iteration `done` is applied and synced, so that it can be saved. Collective."""
-        self.last_finished.note(done, self.dist.reduce(metrics))
 
     def save_if_due(self, done: int, timer: PhaseTimer) -> None:
         """Save a checkpoint at the configured interval and after the last iteration. Collective."""

@@ -168,7 +168,6 @@ def test_training_leaves_stock_arms_as_they_are(context: RolloutContext, tmp_pat
     assert len(renderer.asked) == 3 + 3 + 2 + 2 * 3
     assert before["drift/state_l2"] == pytest.approx(0, abs=PRODUCT_TOL)
     assert before["drift/bare_fall"] == before["drift/alarm"] == 0.0
-    assert before["drift/state_cosine"] == pytest.approx(1, abs=1e-6)
 
     move(context.policy)
     renderer.asked.clear()
@@ -199,7 +198,7 @@ def test_training_leaves_stock_arms_as_they_are(context: RolloutContext, tmp_pat
         states = today.payload.embeds[-len(base) :]
         distances += ((states - base).norm(dim=1) / base.norm(dim=1)).tolist()
     assert after["drift/state_l2"] == pytest.approx(sum(distances) / len(distances), rel=1e-4)
-    assert after["drift/state_l2"] > 0.05 and after["drift/state_cosine"] < 0.999
+    assert after["drift/state_l2"] > 0.05
 
 
 def test_samples_that_were_not_graded_before_training_are_left_out(

@@ -88,7 +88,7 @@ def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys
     for row, gain, fall in ((rows[0], -0.1, 0.0), (rows[-1], 0.3, 0.06)):
         row |= stock | {"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05}
         row |= {"drift/bare_fall": fall, "drift/bare_fall_error": 0.01, "drift/alarm": fall > 0}
-        row |= {"drift/state_l2": 4 * fall, "drift/state_cosine": 1 - fall}
+        row |= {"drift/state_l2": 4 * fall}
         row |= {"eval/gain_of_thought": gain + 0.2, "eval/gain_of_thought_error": 0.05}
         row |= {"eval/cut_thought_reward": 0.2}
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -103,7 +103,6 @@ def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys
         (14, "thinking: 0.100 +- 0.050 -> 0.500 +- 0.050"),
         (15, "own words ... 0.000 +- 0.010 -> 0.060 +- 0.010"),
         (16, "states ... 0.000 -> 0.240"),
-        (17, "cosine ... 1.000 -> 0.940"),
     ):
         assert holds(lines[line], parts), lines
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")

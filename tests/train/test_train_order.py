@@ -40,7 +40,8 @@ def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
     run.context = MagicMock()
     run.recording = MagicMock(write_episodes=record_call("episodes"))
-    run.checkpointing = MagicMock(finish=record_call("finish"), save_if_due=record_call("save"))
+    run.checkpointing = MagicMock(save_if_due=record_call("save"))
+    run.checkpointing.last_finished.note = record_call("finish")
     run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     run.prompt_order = SimpleNamespace(

@@ -191,7 +191,6 @@ _CONTEXT = {
     "drift/bare_fall": "reward lost with the user's own words since the start",
     "drift/reference_fall": "reward lost with reference descriptions since the start",
     "drift/state_l2": "movement of the states of the user's own words, as a share of their norm",
-    "drift/state_cosine": "cosine of those states with their first",
 }
 """Metrics that put the gain in context."""
 
