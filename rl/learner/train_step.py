@@ -305,18 +305,6 @@ class LearnerMetrics:
                     self.metrics.add(name, value, num_tokens)
         self._measured.clear()
 
-    def add_rise(self, products: Sequence[float], dist: Dist) -> None:
-        """Add `policy/rise` and its standard error. `products`: nats, one per completion of this
-        rank whose reward differs from its group's mean. Collective."""
-        total, squares, num = dist.sum_floats(
-            [sum(products), sum(x * x for x in products), len(products)]
-        )
-        if num > 1:
-            mean = total / num
-            variance = max(0.0, squares / num - mean**2)
-            self.metrics.maximum("policy/rise", mean)
-            self.metrics.maximum("policy/rise_error", (variance / (num - 1)) ** 0.5)
-
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
         """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
         self._fetch()
@@ -655,7 +643,7 @@ class TrainStep:
         if not self.measures_rise:
             return
         self.measures_rise = False
-        products: list[float] = []
+        products: list[float] = []  # nats, one per completion
         for micro_batch, members, before, mask in self._trained:
             _, outputs = self._run(micro_batch, members, keep=False)
             moved_B = (outputs.logprobs - before).mul(mask).sum(1).tolist()
@@ -664,7 +652,14 @@ class TrainStep:
                 if sequence is not None and abs(sequence.excess) > SPREAD_TOLERANCE:
                     products.append(sequence.excess * moved)
         self._trained.clear()
-        self._learner_metrics.add_rise(products, self.dist)
+        total, squares, num = self.dist.sum_floats(
+            [sum(products), sum(x * x for x in products), len(products)]
+        )
+        if num > 1:
+            mean = total / num
+            error = (max(0.0, squares / num - mean**2) / (num - 1)) ** 0.5
+            self._learner_metrics.metrics.maximum("policy/rise", mean)
+            self._learner_metrics.metrics.maximum("policy/rise_error", error)
 
 
 def loss_inputs(

@@ -68,7 +68,8 @@ def interval(
     """95 % interval of the mean: percentiles of a bootstrap over clusters with a fixed seed,
     widened for few clusters (Hesterberg 2015, section 4.2). None for one cluster, or if all values
     are equal, so that their spread is unknown."""
-    if len(values_S) < 2 or are_alike(values_S):
+    spread = max(values_S, default=0.0) - min(values_S, default=0.0)
+    if spread <= ALIKE * abs(sum(values_S)) / max(1, len(values_S)) + 1e-6:
         return None
     sums_C, sizes_C = _by_cluster(values_S, names_S)
     num = len(sums_C)
@@ -83,11 +84,6 @@ def interval(
     tail = NormalDist().cdf(-((num / (num - 1)) ** 0.5) * student(1.96, num - 1))
     low, high = np.quantile(np.concatenate(means), (tail, 1 - tail))
     return float(low), float(high)
-
-
-def are_alike(values_S: Sequence[float]) -> bool:
-    """Whether all values are equal up to rounding."""
-    return max(values_S) - min(values_S) <= ALIKE * abs(sum(values_S)) / len(values_S) + 1e-6
 
 
 def student(z: float, num_free: int) -> float:
