@@ -22,6 +22,7 @@ from rl import build
 from rl.api.plugin import ModelFiles
 from rl.build import Plugin, Resolved
 from rl.check import memory_plan
+from rl.config.loading import escaped
 from rl.config.schema import TrackingConfig
 from rl.model_files import cached, model_problems
 from rl.ranks.signals import SHARED
@@ -225,6 +226,8 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
     fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
     rows, why = nvidia_smi(f"--query-gpu={fields}")
+    if wrong := next((row for row in rows if len(row) != 7), None):
+        return [], f"nvidia-smi answers in an unknown form: {escaped(', '.join(wrong), 80)}"
     gb = 2**20 / 1e9  # of nvidia-smi's MiB
     found = [
         Gpu(index, uuid, name, driver, _number(cc, math.inf), _number(mb) * gb, _number(used) * gb)

@@ -75,6 +75,13 @@ class QwenImage21(QwenImage[Config]):
                 f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens "
                 "one to one; set both to one value"
             )
+        area_px = config.condition_area_px
+        least, most = (run.policy.get(f"image_{end}_pixels") or area_px for end in ("min", "max"))
+        if not least <= area_px <= most:
+            problems.append(
+                f"condition_area_px: {area_px}, but the policy scales its pictures to {least} to "
+                f"{most} px; delete policy.image_min_pixels and policy.image_max_pixels"
+            )
         try:
             step_problem = wrong_steps(config, sigmas_of_folder(config))
         except ValueError as error:
