@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from rl.console import Console, duration
 from rl.meter import seconds_between, time_mark
@@ -61,6 +62,28 @@ def counted(unit: str, total: int, done: int = 0) -> Iterator[Progress]:
     console = _console or Console(True, wrapped(sys.stderr))
     with console.live(unit) as show:
         yield Progress(unit, total, done, show)
+
+
+@contextmanager
+def weights_counted() -> Iterator[None]:
+    """Within the context, `Progress` replaces transformers' weight-loading bars, not the hub's."""
+    from transformers.utils import logging
+
+    def hook(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        bar = make(*args, **{**options, "disable": True})
+        return each_weight(bar, len(args[0])) if args and isinstance(args[0], Sized) else bar
+
+    def each_weight(weights: Any, total: int) -> Iterator[Any]:
+        with counted("weights", total) as progress:
+            for weight in weights:
+                yield weight
+                progress.step()
+
+    previous = logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous)
 
 
 # ---- phases --------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from rl.policies.policy_base import (
     link_files,
     local_folder,
 )
+from rl.progress import weights_counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -337,14 +338,15 @@ def load_model(config: Config) -> Any:
     from rl.policies.attention import register
 
     folder = model_folder(config)
-    model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
-        folder,
-        config=read_model_config(folder),
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=register(),
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with weights_counted():
+        model, report = Emu3ForCausalLM.from_pretrained(  # nosec B615 # a local folder
+            folder,
+            config=read_model_config(folder),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=register(),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise ValueError(

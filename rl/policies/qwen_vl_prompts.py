@@ -30,6 +30,7 @@ from rl.config.schema import MAX_COUNT
 from rl.files import digest, over_white, size_of_area
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
+from rl.progress import weights_counted
 from rl.ranks.dist import calls_in_step
 
 if TYPE_CHECKING:
@@ -394,13 +395,14 @@ def load_model(config: Config) -> Any:
     if config.init_text_encoder_from:
         path = config.init_text_encoder_from
         source = {"subfolder": TEXT_ENCODER}
-    return AutoModelForImageTextToText.from_pretrained(  # nosec B615 # its `revision`
-        path,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation={"text_config": register(), "vision_config": "sdpa"},
-        trust_remote_code=False,
-        **source,
-    )
+    with weights_counted():
+        return AutoModelForImageTextToText.from_pretrained(  # nosec B615 # its `revision`
+            path,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation={"text_config": register(), "vision_config": "sdpa"},
+            trust_remote_code=False,
+            **source,
+        )
 
 
 # ---- qwen vl prompts -----------------------------------------------------------------------------

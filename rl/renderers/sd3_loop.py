@@ -13,6 +13,7 @@ from cachetools import LRUCache, cachedmethod
 
 from rl.api.types import RenderJob
 from rl.model_files import align_weights
+from rl.progress import weights_counted
 from rl.renderers.diffusion_loop import DiffusionLoop, in_slices, seeded_noise
 from rl.renderers.sd3_config import Config
 
@@ -74,16 +75,22 @@ def load_parts(config: Config, device: str) -> Any:
         align_weights(model, device)
         return model.eval().requires_grad_(False)
 
+    with weights_counted():
+        encoders = {
+            "text_encoder": load_model(CLIPTextModelWithProjection, "text_encoder"),
+            "text_encoder_2": load_model(CLIPTextModelWithProjection, "text_encoder_2"),
+            "text_encoder_3": (
+                load_model(T5EncoderModel, "text_encoder_3") if config.use_t5 else None
+            ),
+        }
     return StableDiffusion3Pipeline(
-        text_encoder=load_model(CLIPTextModelWithProjection, "text_encoder"),
-        text_encoder_2=load_model(CLIPTextModelWithProjection, "text_encoder_2"),
-        text_encoder_3=load_model(T5EncoderModel, "text_encoder_3") if config.use_t5 else None,
         transformer=load_model(SD3Transformer2DModel, "transformer", "torch_dtype"),
         vae=load_model(AutoencoderKL, "vae", "torch_dtype"),
         scheduler=load(FlowMatchEulerDiscreteScheduler, "scheduler"),
         tokenizer=load(CLIPTokenizer, "tokenizer"),
         tokenizer_2=load(CLIPTokenizer, "tokenizer_2"),
         tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
+        **encoders,
     )
 
 

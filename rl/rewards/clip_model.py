@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 from rl.api.plugin import FrozenModelConfig
 from rl.files import over_white
 from rl.model_files import align_weights
+from rl.progress import weights_counted
 
 REMEMBERED_PROMPTS = 4096
 
@@ -29,7 +30,8 @@ class ClipModel:
         """Raises OSError when the files cannot be read."""
         path, revision = config.model_path, config.revision
         dtype = getattr(torch, config.dtype)
-        model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
+        with weights_counted():
+            model = CLIPModel.from_pretrained(path, revision=revision, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         align_weights(self._model, device)
         self._tokenizer = AutoTokenizer.from_pretrained(

@@ -10,7 +10,7 @@ import pytest
 
 from rl import progress
 from rl.console import Console
-from rl.progress import PhaseTimer, counted, shown_on
+from rl.progress import PhaseTimer, counted, shown_on, weights_counted
 
 
 @pytest.fixture
@@ -84,3 +84,16 @@ def test_on_a_terminal_progress_is_a_line_below_that_of_the_phase(clock, monkeyp
         shown = terminal.getvalue().rpartition("a line")[2]
     assert "render" in shown and "4 of 8 [red], 4.0 s left" in shown
     assert shown.index("render") < shown.index("4 of 8")
+
+
+def test_loading_weights_is_counted_and_the_hook_of_transformers_is_restored(clock, log) -> None:
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(None)
+    logging.set_tqdm_hook(before)
+    with weights_counted():
+        for _ in logging.tqdm({n: n for n in range(40)}.items(), desc="Loading weights"):
+            clock[0] += 1.0
+        logging.tqdm(total=3).update(1)  # a bar without an iterable prints nothing
+    assert "10 of 40 weights, 30.0 s left" in log.getvalue()
+    assert logging.set_tqdm_hook(before) is before

@@ -216,9 +216,11 @@ def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
-    folders: dict[str, Path], name: str
+    folders: dict[str, Path], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    capfd.readouterr()
     loaded = load(config_of(name, folders[name]))
+    assert "Loading weights" not in capfd.readouterr().err
     parts = MODELS[name].make_parts()
     assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE_TOL
     modules = [loaded.parts.transformer, loaded.parts.vae]

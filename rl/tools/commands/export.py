@@ -33,6 +33,7 @@ from rl import build, model_files, printing
 from rl.console import warn
 from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
+from rl.progress import weights_counted
 from rl.record import publish
 from rl.record.checkpoint import MODEL_CARD, held_out_rewards
 from rl.record.publish import PIPELINES, Form, at, model_card
@@ -191,7 +192,8 @@ def merge(trained: Trained, args: argparse.Namespace, target: Path) -> None:
         say("adding the adapter")
         model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
     say(f"writing the weights in {dtype}")
-    model.to(getattr(torch, dtype)).save_pretrained(target)
+    with weights_counted():
+        model.to(getattr(torch, dtype)).save_pretrained(target)
     if args.form != "text-encoder":
         policy.cls.save_prompt_files(config, target)
 
