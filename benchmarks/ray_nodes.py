@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -73,12 +74,12 @@ def main(doc: str | None, header: str, cases: Iterable[str], row: Callable[[str]
     """The command of a benchmark: a table of `row(name)` for each case."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    parser.add_argument("--match", default="", help="a pattern of the cases that run")
     args = parser.parse_args()
     columns = header.count("|") - 1
     lines = [header, "|---" + "|---:" * (columns - 1) + "|"]
     for name in cases:
-        if args.match in name:
+        if re.search(args.match, name):
             lines.append(f"| {name} | {row(name)} |")
             print(lines[-1], flush=True)
             if args.out:
