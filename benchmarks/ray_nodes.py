@@ -59,12 +59,14 @@ def kill(targets: Iterable[psutil.Process]) -> None:
 @contextmanager
 def cluster(num_cpus: int) -> Iterator[tuple[str, psutil.Popen]]:
     """(address, process of the head's node) of a Ray cluster."""
-    address = f"127.0.0.1:{20_000 + os.getpid() % 10_000}"
+    port = 20_000 + os.getpid() % 5_000 * 2
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # nosec B108 # sockets need a short path
-        options = [f"--port={address[10:]}", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"]
-        head = start_node("--head", "--include-dashboard=false", *options)
+        options = [f"--port={port}", f"--num-cpus={num_cpus}", f"--temp-dir={folder}"]
+        # Its default is a fixed port, which another cluster on this machine may have.
+        options += [f"--ray-client-server-port={port + 1}", "--include-dashboard=false"]
+        head = start_node("--head", *options)
         try:
-            yield address, head
+            yield f"127.0.0.1:{port}", head
         finally:
             kill(processes(head))
             head.wait()
