@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +15,7 @@ import psutil
 import torch
 from tiny_pictures import make_picture
 
+from benchmarks.ray_nodes import cluster, named
 from rl import build
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.config.schema import load_config
@@ -54,32 +50,8 @@ def seen(drawn: Any) -> list[str]:
     ]
 
 
-@contextmanager
-def cluster() -> Iterator[str]:
-    """The address of a Ray cluster on this machine, as `ray start --head --block` starts it."""
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_register_timeout_seconds": "600"}
-    port = 20_000 + os.getpid() % 10_000
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # sockets: a short path
-        command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
-        command += [f"--port={port}", "--num-cpus=3", f"--temp-dir={folder}"]
-        command += ["--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-        head = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            for each in [*psutil.Process(head.pid).children(recursive=True), head]:
-                with suppress(psutil.Error):
-                    each.kill()
-            head.wait()
-
-
-def actors(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.name().startswith("ray::Worker")]
-
-
 def main() -> None:
-    with cluster() as address:
+    with cluster(3) as (address, _):
         session(address)
 
 
@@ -95,10 +67,7 @@ def session(address: str) -> None:
     result: dict[str, Any] = {"failures": [text for text in expected if " " in text]}
     os.environ["JUDGE_API_KEY"] = os.environ["HF_TOKEN"] = KEY
     handler = signal.signal(signal.SIGTERM, stop)
-    for _ in range(60):  # until the cluster has started
-        with suppress(ValueError):
-            renderer = pooled(plugin, config, dist)
-            break
+    renderer = pooled(plugin, config, dist)
     renderer.wait()
     result["where"] = renderer.where
     result["handler_kept"] = signal.signal(signal.SIGTERM, handler) is stop
@@ -116,9 +85,9 @@ def session(address: str) -> None:
     result["with_key"] = [
         child.name() for child in processes if KEY in str(child.environ().values())
     ]
-    result["workers"] = len(actors(processes))
+    result["workers"] = len(named(me))
     for count in (1, 2):  # the first worker, which drew the reference, and the other one
-        victim = actors(me.children(recursive=True))[0]
+        victim = named(me)[0]
         threading.Timer(0.1, victim.kill).start()
         result[f"equal_after_kill_{count}"] = draw_until(
             lambda state, count=count: state.num_lost >= count
@@ -126,10 +95,8 @@ def session(address: str) -> None:
         result[f"lost_{count}"] = renderer._state.num_lost
     result["equal_at_the_end"] = draw_until(lambda state: state.num_ready == 2)
     result["metrics"] = sorted(renderer.take_metrics())
-    children = me.children(recursive=True)
-    own = [*actors(children), psutil.Process(renderer._process.pid)]
-    raylet = next(child for child in children if child.name() == "raylet")
-    threading.Timer(0.1, raylet.kill).start()
+    own = [*named(me), psutil.Process(renderer._process.pid)]
+    threading.Timer(0.1, named(me, "raylet")[0].kill).start()
     try:
         draw_until(lambda state: False)
     except RuntimeError as error:
