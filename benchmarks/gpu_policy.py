@@ -114,7 +114,8 @@ class StepRunner:
         self._turns = cycle(self.examples)
 
     def step(self) -> None:
-        """Trains on the next group."""
+        """Trains on the next group, whose picture the vision tower encodes again."""
+        self.policy.module._features._kept.clear()
         prompt, ids_G = next(self._turns)
         train_step = self.learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
         for micro_batch in train_step.micro_batches:

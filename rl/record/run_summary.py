@@ -69,7 +69,8 @@ def not_a_run(path: str | Path) -> str:
         file = path / "metrics.jsonl"
         return f"{file} {not_a_file(file)}; a run writes this file when its first iteration is done"
     places = [path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")]
-    names = [str(run) for place in places if place.is_dir() for run in folders(place)]
+    found = (run for place in places if place.is_dir() for run in folders(place))
+    names = [str(run) for run in found if _is_started(run)]
     hint = nearest(str(path), names) if names else f"there are no runs in {places[1]}/"
     state = "is no run folder" if path.exists() else "does not exist"
     return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"

@@ -249,7 +249,7 @@ WRONG = [
         "x.png does not exist; .* several arguments are the pictures of one edit",
     ),
     (["nowhere.png", "red"], r"nowhere\.png does not exist; paths start at"),
-    (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
+    (["--checkpoint", "7", "{}"], "there is no checkpoint '7'"),
     (["--set", "renderer", "{}"], "override 'renderer': write key.sub=value"),
     (["--only-words", "--steps", "3", "{}"], "draws nothing: leave out .*--steps"),
     (["--set", "seed=5", "{}"], "'seed=5' has no effect here: only policy"),

@@ -7,6 +7,7 @@ import json
 import sys
 from unittest import mock
 
+from rl.check.memory_plan import PHASES
 from rl.tools import skeletons
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
@@ -36,7 +37,7 @@ def main(cases: list[str]) -> None:
         assert done.plan is not None
         results[case] = {
             "rehearsed": peaks_gb(done),
-            "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
+            "planned": {phase: done.plan.total_gb(phase) for phase in PHASES},
             "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
             "text": list(lines(done)),
         }

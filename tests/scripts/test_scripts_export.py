@@ -310,7 +310,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
     assert "exists" in refused([str(run), str(tmp_path)])
     assert "--dtype" in refused([str(run), target, "--as", "adapter", "--dtype", "float16"])
     for which, why in (
-        ("7", "7 iterations ... 2, 4"),
+        ("7", "'7' ... 2, 4"),
         ("4", "step_000004 ... damaged"),
         ("best", "measured"),
     ):
