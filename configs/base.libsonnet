@@ -229,7 +229,7 @@
     // Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     // and die at any time.
     workers: 0,
-    // Of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`).
+    // Address of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`).
     address: 'auto',
     // GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     // the ranks have no GPU.
@@ -292,8 +292,8 @@
     log_episodes_every_n_iterations: 1,
     // Pictures written per logged iteration, over all ranks.
     images_per_iteration: 16,
-    // Training pictures of older iterations are deleted, also the small ones, and their records
-    // kept; 0 = all are kept.
+    // Newest iterations whose training pictures are kept, the small ones too; records are always
+    // kept. 0 = all.
     keep_images_of_last_n_iterations: 0,
     // Write <run>/report/index.html at evaluations and at the end (`rl follow`).
     page: true,

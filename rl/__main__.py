@@ -30,7 +30,7 @@ class Command(NamedTuple):
 _RANK_SCRIPT = str(Path(__file__).with_name("tools") / "commands/check_distributed.py")
 COMMANDS = {
     "init": Command(
-        "write a config: asks for system, data, judge, GPUs",
+        "write a config for a system, data, a judge and GPUs",
         "rl.tools.commands.init",
         needs_torch=False,
     ),

@@ -30,7 +30,7 @@ from rl.printing import KEY_VALUE
 from rl.ranks import dist, heartbeat, signals, supervision
 from rl.ranks.supervision import HangWatch, NodeWatch
 from rl.record.checkpoint import find, iteration_of, model_folder, read_state
-from rl.run.follower import wait_for_last_rows
+from rl.run.follower import say, wait_for_last_rows
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.smoke:
             args.overrides += _smoke_overrides(config, args.nnodes)
             config = load_config(args.config, args.overrides)
-            _say(f"trial of {SMOKE_ITERATIONS} iterations in {config.run_dir}")
+            say(f"trial of {SMOKE_ITERATIONS} iterations in {config.run_dir}")
         config = _named_start(args, config)
         problems = []
         if config.world_size % args.nnodes:
@@ -120,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     drops = check_report.dropped(args.config, args.overrides, resolved)
     for title, lines in check_report.remarks(resolved, drops).items():
         for line in lines:
-            _say(f"{title}: {line}")
+            say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):
-        _say(line)
+        say(line)
     num_ranks = config.world_size // args.nnodes
     checked_rows = config.run_dir / "logs/checked_rows.json"
     write_atomically(checked_rows, json.dumps(data.checked))
@@ -178,9 +178,9 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     num_ranks = config.world_size // args.nnodes
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
     if own_gb is not None and not LEAST_RATIO <= own_gb / config.gpu_gb <= MOST_RATIO:
-        _say(
-            f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}; with "
-            f"gpu_gb={math.floor(own_gb)} the file derives other values from it, if it derives any"
+        say(
+            f"gpu_gb: the config is written for GPUs of {config.gpu_gb:g} GB, and these have "
+            f"{own_gb:.1f}; add gpu_gb={math.floor(own_gb)}: the file may derive other keys from it"
         )
     host_gb = this_machine.host_memory_gb()
     return check_report.problems_here(config, machine, num_ranks, host_gb)
@@ -250,8 +250,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
-    is_training = args.script in ("rl.train", "rl/train.py")
-    if not arguments and (is_training or args.check) and not args.conformance:
+    if not arguments and (args.script == "rl.train" or args.check) and not args.conformance:
         parser.error(f"a config is missing, for example: {name} configs/quickstart.jsonnet")
     args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
@@ -261,10 +260,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _local_path(path: str) -> str:
     """Maps the paths in EARL's launch commands to this project's."""
+    if path in ("rl/train.py", "rl/nano_aha_moment.py"):
+        return "rl.train"
     if not path.startswith("rl/") or not_a_file(path) != GONE:
         return path
-    if path == "rl/nano_aha_moment.py":
-        return "rl.train"
     config_path = path.removeprefix("rl/")
     return config_path if find_config(config_path) else path
 
@@ -273,14 +272,14 @@ def launch(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None = None
 ) -> int:
     if sys.platform != "linux":
-        _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
+        say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     _set_environment(num_ranks, config)
     for start in range(args.retries + 1):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
-            _say(line)
+            say(line)
         is_stopped = ending.code - 128 in signals.STOP_SIGNALS
         if config is None or args.retries == 0 or ending.code == 0 or is_stopped:
             break
@@ -288,13 +287,13 @@ def launch(
         by_machine = by_signal or ending.code == supervision.HUNG_CODE
         saved = _iterations_on_disk(config.run_dir)
         if start == args.retries or not by_machine or saved <= saved_before:
-            _say(
+            say(
                 f"not started again: {ending.what} (--retries {args.retries}: after so many "
                 "failures of the machine, each only if an iteration was saved since the last "
                 f"start; saved before this one: {saved_before}, now: {saved})"
             )
             break
-        _say(f"started again, {start + 1} of {args.retries}: {ending.what}")
+        say(f"started again, {start + 1} of {args.retries}: {ending.what}")
     if config is not None and args.node_rank == 0:
         with signals.collect_stop_signals() as stop_signals:
             wait_for_last_rows(config.run_dir, lambda: bool(stop_signals))
@@ -316,7 +315,7 @@ def _one_start(
             if args.nnodes == 1:
                 return run(supervision.on_one_node(notes))
             with supervision.on_several_nodes(
-                args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
+                args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, say
             ) as (rdzv_env, nodes):
                 return run(rdzv_env, nodes)
         except supervision.RendezvousError as error:
@@ -339,9 +338,8 @@ def _run_ranks(
         beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
-        watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
-        checkpoints = log_dir.parent / "checkpoints"
-        ranks, ending = supervision.Ranks(processes, watch, _say, checkpoints), None
+        watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, say)
+        ranks, ending = supervision.Ranks(processes, watch, say), None
         began_s, line_s = time.monotonic(), LOADING_LINE_S
         while ending is None:
             spent_s = time.monotonic() - began_s
@@ -369,7 +367,7 @@ def _run_ranks(
 
 def _print_loading(spent_s: float, beat: heartbeat.Beat | None) -> None:
     if beat is not None and beat.phase == heartbeat.LOADING:
-        _say(f"[{spent_s:3.0f} s] loading: {beat.where}")
+        say(f"[{spent_s:3.0f} s] loading: {beat.where}")
 
 
 def _start_ranks(
@@ -391,11 +389,6 @@ def _start_ranks(
             [*worker, *config_args], env=environ, start_new_session=True
         )
     return processes
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # a full disk or a closed pipe must not end the ranks
-        print(line, file=sys.stderr, flush=True)
 
 
 def _set_environment(num_ranks: int, config: RunConfig | None) -> None:

@@ -69,7 +69,10 @@ class FaultyJudge(JudgeServer):
 
     def client(self, journal: Path | None = None, **config: Any) -> JudgeClient:
         """A client of this judge; `config`: changes of `quick_config`."""
-        return JudgeClient(quick_config(**config), self.api_base, journal)
+        client = JudgeClient(quick_config(**config), self.api_base)
+        if journal:
+            client.open_journal(journal)
+        return client
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         with self._lock:
@@ -208,7 +211,7 @@ def quick_config(**changes: Any) -> JudgeConfig:
 
 
 def pair_question(*parts: str | Image.Image) -> Question:
-    return Question(parts or ("how good?",), scores_schema(2, 0, 10))
+    return Question(parts or ("how good?",), scores_schema(2, 10))
 
 
 def read_pair(text: str) -> tuple[float, float]:
@@ -227,7 +230,9 @@ def with_client(
     urls = [judge if isinstance(judge, str) else judge.api_base for judge in listed]
 
     async def run() -> tuple[Any, JudgeClient]:
-        client = JudgeClient(quick_config(**config), urls, journal)
+        client = JudgeClient(quick_config(**config), urls)
+        if journal:
+            client.open_journal(journal)
         try:
             return await script(client), client
         finally:

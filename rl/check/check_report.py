@@ -181,7 +181,7 @@ def _problem(path: Path, problem: str) -> list[str]:
 
 
 # ---- dropped -------------------------------------------------------------------------------------
-# What a config drops by mistake of the file that it imports.
+# What a config loses by mistake of the file that it imports.
 
 Values = Mapping[str, Any]
 NAMES = ("run_name", "base_exp_dir")
@@ -194,8 +194,8 @@ def dropped(
     path: str | Path, overrides: Sequence[str], resolved: Resolved | None = None
 ) -> list[str]:
     """'section: what it drops of the imported file, and how to keep it', for each section of the
-    config in the file at `path` that is replaced without `+`. Given `resolved`, what it has
-    nevertheless, by default, is left out."""
+    config in the file at `path` that is replaced without `+`. Given `resolved`, a dropped
+    value that equals the default is not listed."""
     file = find_config(path)
     own = evaluate(file, overrides, os.environ)[0] if file else None
     if file is None or own is None:

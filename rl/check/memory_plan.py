@@ -253,7 +253,7 @@ class Sizes:
     host_shared_gb: float = 0.0
     """Frozen weights in host memory that all ranks of a machine share."""
     host_copied_gb: float = 0.0
-    """Those of which each rank has a copy."""
+    """Frozen weights in host memory of which each rank has a copy."""
     conditioning: Conditioning = "kept forward"
     judge_share: float = 0.0
     """Share of the rank's GPU for a judge that the run starts."""
@@ -281,7 +281,7 @@ class Plan:
     together_gb: float = 0.0
     """The peak if the engine keeps its memory in all phases."""
     engine_stays: bool = True
-    """Whether it does."""
+    """Whether the engine keeps its memory in all phases."""
 
     def total_gb(self, phase: str) -> float:
         """Sum of the rows of `phase`."""

@@ -226,12 +226,13 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
     fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
     rows, why = nvidia_smi(f"--query-gpu={fields}")
-    if wrong := next((row for row in rows if len(row) != 7), None):
-        return [], f"nvidia-smi answers in an unknown form: {escaped(', '.join(wrong), 80)}"
+    whole = [row for row in rows if len(row) == 7]  # it also warns, in lines of its own
+    if rows and not whole:
+        return [], f"nvidia-smi answers in an unknown form: {escaped(', '.join(rows[0]), 80)}"
     gb = 2**20 / 1e9  # of nvidia-smi's MiB
     found = [
         Gpu(index, uuid, name, driver, _number(cc, math.inf), _number(mb) * gb, _number(used) * gb)
-        for index, uuid, name, driver, cc, mb, used in rows
+        for index, uuid, name, driver, cc, mb, used in whole
     ]
     if not visible or "MIG-" in visible:  # a MIG device is a part of one of them
         return found, why

@@ -422,12 +422,12 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
     "policy.thought.max_tokens": (None, "see sampling.max_completion_tokens"),
     "policy.thought.states": ("words", ""),
     "policy.constrained": (True, ""),
-    "policy.train_text_tokens_only": (False, "EARL's cycles are gone"),
-    "policy.train_vision_tokens_only": (False, "EARL's cycles are gone"),
-    "policy.text_only_cycle_steps": (10, "EARL's cycles are gone"),
-    "policy.text_only_steps": (10, "EARL's cycles are gone"),
-    "policy.vision_only_cycle_steps": (10, "EARL's cycles are gone"),
-    "policy.vision_only_steps": (10, "EARL's cycles are gone"),
+    "policy.train_text_tokens_only": (False, "training text and image tokens in turns is gone"),
+    "policy.train_vision_tokens_only": (False, "training text and image tokens in turns is gone"),
+    "policy.text_only_cycle_steps": (10, "training text and image tokens in turns is gone"),
+    "policy.text_only_steps": (10, "training text and image tokens in turns is gone"),
+    "policy.vision_only_cycle_steps": (10, "training text and image tokens in turns is gone"),
+    "policy.vision_only_steps": (10, "training text and image tokens in turns is gone"),
     "policy.text_encoder_subfolder": ("text_encoder", ""),
     "policy.max_kept_pictures": (64, ""),
     "policy.from_run": ("", "a new run sets policy.adapter_path, which takes a run folder"),
@@ -455,17 +455,22 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
 `type` has a dot, may have a key of that name."""
-COMPUTED = (
+DRAWN = (
     "policy.thought.*",
     "policy.constrained",
-    "policy.train_*",
     "policy.text_encoder_subfolder",
     "renderer.sigmas",
     "renderer.scheduler_overrides.*",
+)
+"""Those of `GONE_KEYS` with which a run wrote or drew something else."""
+TRAINED = (
+    *DRAWN,
+    "policy.train_*",
     "rewards.*_tag",
     "rewards.*.scores.*.group",
+    "evaluation.judge",
 )
-"""Those of `GONE_KEYS` with which a run computed something else."""
+"""Those with which it trained or was measured otherwise."""
 
 
 def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -497,10 +502,8 @@ def without_gone_keys(
         if not is_own and any(fnmatchcase(key, pattern) for pattern in GONE_KEYS):
             gone[key] = value
         elif isinstance(value, Mapping) and (not is_own or name == "judge"):
-            rest, inner = without_gone_keys(value, key)
+            kept[name], inner = without_gone_keys(value, key)  # `thought: {}` is a thought
             gone |= inner
-            if rest or not inner:
-                kept[name] = rest
         else:
             kept[name] = value
     return kept, gone
@@ -518,16 +521,23 @@ def use_of_gone_keys(gone: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def stored(config: Mapping[str, Any], label: str, to_use: bool = False) -> dict[str, Any]:
+def stored(config: Mapping[str, Any], label: str, needs: Sequence[str] = ()) -> dict[str, Any]:
     """A run's stored config, without `GONE_KEYS`; `label` is its name in messages. Raises
-    ValueError if it has another format; `to_use`: to go on with the run, so also if it sets a
-    removed key that changed what the run computed."""
+    ValueError if it has another format, or sets a removed key of `needs` (patterns) to another
+    value than the one that it has now."""
     if problem := refusal(label, number_of(config), CONFIG_FORMAT, oldest=CONFIG_FORMAT):
         raise ValueError(problem)
     kept, gone = without_gone_keys(config)
-    computed = {k: v for k, v in gone.items() if any(fnmatchcase(k, p) for p in COMPUTED)}
-    if to_use and (problems := use_of_gone_keys(computed)):
-        raise ValueError(f"{label} needs an older version: {'; '.join(problems)}")
+    lost = [
+        f"{key}={json.dumps(value)}"
+        for key, value in gone.items()
+        if use_of_gone_keys({key: value}) and any(fnmatchcase(key, p) for p in needs)
+    ]
+    if lost:
+        raise ValueError(
+            f"{label} sets {', '.join(lost)}, which this version cannot compute; go on with the "
+            "version of vlm-edit-rl that wrote it"
+        )
     return kept
 
 

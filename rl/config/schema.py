@@ -362,8 +362,8 @@ class TrackingConfig(Section):
     images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 16
     """Pictures written per logged iteration, over all ranks."""
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 0
-    """Training pictures of older iterations are deleted, also the small ones, and their records
-    kept; 0 = all are kept."""
+    """Newest iterations whose training pictures are kept, the small ones too; records are always
+    kept. 0 = all."""
     page: bool = True
     """Write <run>/report/index.html at evaluations and at the end (`rl follow`)."""
 
@@ -404,7 +404,7 @@ class RenderPoolConfig(Section):
     """Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     and die at any time."""
     address: Annotated[str, Field(pattern=r"^(auto|[^\s/]+:\d{1,5})$")] = "auto"
-    """Of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`)."""
+    """Address of the Ray cluster, 'host:port'. 'auto': this machine's (`ray start`)."""
     num_gpus: Annotated[float, Field(ge=0, le=64)] = 1.0
     """GPUs per worker; 0.5 = two workers share one. Ignored if the renderer's device is 'cpu' or
     the ranks have no GPU."""

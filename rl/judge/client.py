@@ -401,11 +401,10 @@ class JudgeClient:
         self,
         config: JudgeConfig,
         api_base: str | Sequence[str],
-        journal: Path | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`api_base`: from `resolve_api_bases`. `journal`: JSONL of replies, read now and extended.
-        `check`: called before each request; raises if no address will answer again.
+        """`api_base`: from `resolve_api_bases`. `check`: called before each request; raises if no
+        address will answer again.
 
         Raises ValueError when the environment lacks the key that `config.api_key_env` names.
         """
@@ -420,8 +419,6 @@ class JudgeClient:
         # A ContextVar: a coroutine uses the journal that its thread had when submitting it.
         self._journal: ContextVar[ReplyJournal | None] = ContextVar("journal", default=None)
         self._open_journals: list[ReplyJournal] = []
-        if journal:
-            self.open_journal(journal)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         # One new question at a time waits for a slot, so one that was sent before waits for few.
         self._line = asyncio.Lock()

@@ -164,9 +164,9 @@ def read_fields(text: str, ranges: Ranges) -> tuple[float, ...]:
     return tuple(number_in(fields[name], name, *ranges[name]) for name in ranges)
 
 
-def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
+def scores_schema(count: int, high: float) -> Mapping[str, Any]:
     """JSON schema of what `read_scores` reads."""
-    return _object_schema({"score": numbers_schema(count, low, high)})
+    return _object_schema({"score": numbers_schema(count, 0, high)})
 
 
 def numbers_schema(count: int, low: float, high: float) -> Mapping[str, Any]:

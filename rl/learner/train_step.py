@@ -407,7 +407,7 @@ class TrainStep:
         """All of them, in order, fillers included."""
         stale = self.minibatches[0 if self.config.max_staleness > 0 else 1 :]
         self._stale = set(chain.from_iterable(minibatch.micro_batches for minibatch in stale))
-        """Micro-batches between whose rollout and backward weights change."""
+        """Micro-batches whose weights change between rollout and backward."""
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
         """The forward that conditions the renderer. If it is not the forward of the training rows,

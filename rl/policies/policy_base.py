@@ -360,8 +360,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         LoRA: the adapter is off, or has the weights that the run started from. Full fine-tuning:
         the initial checkpoint's weights, kept on the CPU from the first use on, replace the trained
-        ones, which ZeRO-3 has no complete tensors for; an adapter is gathered there, written, and
-        written back.
+        ones (not under ZeRO-3, which shards them). Under ZeRO-3 an adapter is gathered,
+        overwritten, and restored at the end.
         """
         if self.module.adapted and self._start is None:
             with self.base_model():

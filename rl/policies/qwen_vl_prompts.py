@@ -612,8 +612,8 @@ _SPECIAL = re.compile(r"<\|\w+\|>")
 
 
 class QwenRowCheck:
-    """A `RowCheck`. A prompt is built, which imports transformers, torch and their 400 MB, for rows
-    alone that may be too long by a faster rule: a token has at least one byte."""
+    """A `RowCheck`. It builds a prompt, which imports transformers and torch (400 MB), only for
+    rows that may be too long by a faster rule: a token has at least one byte."""
 
     def __init__(self, config: Config, template: PromptTemplate | None, slot_px: int) -> None:
         """`slot_px`: side of the square of pixels that becomes one image token."""

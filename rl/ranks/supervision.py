@@ -365,17 +365,16 @@ def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say
 
 GRACE_S = 300
 """How long ranks may take to save and exit before they are killed."""
-ALONE_GRACE_S = 45
-"""The same if a rank hangs or a node is lost, and none is writing a checkpoint: ranks that wait for
-it can save but never exit."""
+ALONE_GRACE_S = 90
+"""The same if a rank hangs or a node is lost: ranks that wait for it can save but never exit."""
 STOPPED_GRACE_S = 5
 """How long a rank may stay stopped after SIGCONT before it is killed."""
 KILL_S = 30
 HUNG_CODE = 124
 """The launcher's exit code after a hang; `timeout` uses the same."""
 FINISHED_CODE = 86
-"""A rank's exit code when its script has ended. A 0 is not its own: a library or a plugin called
-`sys.exit` or `os._exit` in the middle of the run."""
+"""Exit code of a rank that has finished its script. A rank with exit code 0 has not: a library or a
+plugin called `sys.exit` or `os._exit` in the middle of the run."""
 PEERS_TERM_S = 30
 """How long after a failure the other ranks may take to end by SIGTERM before SIGKILL."""
 
@@ -428,11 +427,9 @@ class Ranks:
         processes: Mapping[int, subprocess.Popen[bytes]],
         watch: HangWatch,
         say: Callable[[str], None],
-        checkpoints: Path,
     ) -> None:
-        """`processes`: by rank; `say` prints a line; `checkpoints`: the run's folder."""
+        """`processes`: by rank. `say` prints a line."""
         self._processes, self._watch, self._say = processes, watch, say
-        self._checkpoints = checkpoints
 
     def all_done(self) -> bool:
         return all(process.poll() == FINISHED_CODE for process in self._processes.values())
@@ -471,21 +468,24 @@ class Ranks:
 
     def leave(self, signums: list[int], grace_s: float = GRACE_S) -> None:
         """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all have
-        exited; kill the rest after `grace_s`, and ranks that stay stopped much sooner: only then
-        can ranks that wait for them exit. (Each saves in a thread when the signal comes.)"""
-        began_s, num_sent = time.monotonic(), 0
+        exited. Kill ranks that stay stopped after `STOPPED_GRACE_S`, because others may wait for
+        them, and the rest after `grace_s`. (Each saves in a thread when the signal comes.)"""
+        ends_s, num_sent = time.monotonic() + grace_s, 0
+        stopped_s: dict[int, float] = {}
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
             if num_sent < len(signums):
                 _send(living, *signums[num_sent:], signal.SIGCONT)
                 num_sent = len(signums)
-            waited_s = time.monotonic() - began_s
-            is_saving = any(self._checkpoints.glob(".tmp-step_*"))
-            if waited_s > (GRACE_S if is_saving else grace_s):
-                return self._kill(living, f"they did not exit within {grace_s:g} s of being asked")
-            stopped = {r: p for r, p in living.items() if _process_state(p.pid) in ("T", "t")}
-            if stopped and waited_s > STOPPED_GRACE_S:
-                self._kill(stopped, "they are stopped, and SIGCONT does not continue them")
-                grace_s = min(grace_s, ALONE_GRACE_S)
+            now_s = time.monotonic()
+            if now_s > ends_s:
+                return self._kill(living, "they did not exit in time after being asked")
+            stopped = [r for r, each in living.items() if _process_state(each.pid) in ("T", "t")]
+            stopped_s = {rank: stopped_s.get(rank, now_s) for rank in stopped}
+            stuck = [r for r, since_s in stopped_s.items() if now_s - since_s > STOPPED_GRACE_S]
+            if stuck:
+                why = "they are stopped, and SIGCONT does not continue them"
+                self._kill({rank: living[rank] for rank in stuck}, why)
+                ends_s = min(ends_s, now_s + ALONE_GRACE_S)
             time.sleep(0.2)
 
     def _kill(self, living: Mapping[int, subprocess.Popen[bytes]], why: str) -> None:

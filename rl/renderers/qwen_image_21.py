@@ -27,6 +27,8 @@ PLANNED_TEXT_TOKENS = 512
 """Text tokens per row that the memory plan assumes."""
 FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
 """Tensors [tokens, width] alive in a forward; channels of the decoder's full-size feature maps."""
+MAX_SIDE_SUM = 14.3
+"""(width + height) / sqrt(area) of a 200:1 picture."""
 
 
 class QwenImage21(QwenImage[Config]):
@@ -75,13 +77,18 @@ class QwenImage21(QwenImage[Config]):
                 f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens "
                 "one to one; set both to one value"
             )
+        # Sides are rounded to multiples of 32 px, at least 32; no picture is thinner than 200:1.
         area_px = config.condition_area_px
-        least, most = (run.policy.get(f"image_{end}_pixels") or area_px for end in ("min", "max"))
-        if not least <= area_px <= most:
-            problems.append(
-                f"condition_area_px: {area_px}, but the policy scales its pictures to {least} to "
-                f"{most} px; delete policy.image_min_pixels and policy.image_max_pixels"
-            )
+        side_px = int(MAX_SIDE_SUM * area_px**0.5)
+        ends = {"min": max(32**2, area_px - 16 * side_px), "max": area_px + 32 * side_px + 32**2}
+        for end, extreme_px in ends.items():
+            bound = run.policy.get(f"image_{end}_pixels")
+            if bound and (bound > extreme_px if end == "min" else bound < extreme_px):
+                problems.append(
+                    f"condition_area_px: {area_px}, but policy.image_{end}_pixels is {bound}, and "
+                    f"both must see a picture at one size; set policy.image_{end}_pixels: "
+                    f"{extreme_px}"
+                )
         try:
             step_problem = wrong_steps(config, sigmas_of_folder(config))
         except ValueError as error:

@@ -20,14 +20,14 @@ from rl.api.types import RewardInput, RewardOutput
 from rl.rewards.maths import MathsProcess
 
 # ---- tags ----------------------------------------------------------------------------------------
-# Finds `<name>...</name>` blocks in a completion.
+# Finds `<answer>...</answer>` blocks in a completion.
 
 
-def last_block(text: str, name: str) -> str | None:
-    """The content of the last complete block of this name; None if there is none."""
-    end = text.rfind(f"</{name}>")
-    start = text.rfind(f"<{name}>", 0, max(end, 0))
-    return None if start < 0 else text[start + len(name) + 2 : end]
+def last_answer(text: str) -> str | None:
+    """The content of the last complete answer block; None if there is none."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else text[start + len("<answer>") : end]
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ _LITERAL = re.compile(
     r"(?=.*(?:\d[-:]|[./]\d+[./])\d)[\d.,:/ -]+(?: [A-Za-z.]+)?|(?=.*\d)(?=.*[A-Z])[A-Za-z\d-]+"
     r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]+|[A-Za-z]{1,3}-"
 )
-"""An answer that means its characters, although a parser would read a formula: 3-1, 10:30, 1.2.3,
+"""An answer to compare literally, although a parser would read a formula: 3-1, 10:30, 1.2.3,
 2021-05-06, B2, F-16, 5th, C#, A+; not 2x and x-1."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{3,}")
@@ -281,7 +281,7 @@ class Accuracy(Reward[Config]):
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' if there is none, or if it is too long."""
-        answer = last_block(text, "answer")
+        answer = last_answer(text)
         if answer is None and not self.config.tag_required:
             answer = last_boxed(text)
         if answer is None or len(answer) > self.config.max_answer_chars:
@@ -309,7 +309,7 @@ def read_gold(hidden: Mapping[str, Any]) -> str:
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise UnreadableGoldError(f"{type(gold).__name__} under 'answer'; expected text or number")
     text = str(gold)
-    tagged = last_block(text, "answer")
+    tagged = last_answer(text)
     text = bare(text if tagged is None else tagged)
     if not text:
         raise UnreadableGoldError("empty")

@@ -214,7 +214,7 @@ class PairedQuestions(JudgedReward[VieScoreT]):
         ]
 
     def _asked(self, marks: Sequence[str], *parts: str | Image) -> Asked:
-        question = Question(parts, scores_schema(len(marks), 0, 10), self.config.temperature)
+        question = Question(parts, scores_schema(len(marks), 10), self.config.temperature)
         return question, partial(read_scores, count=len(marks), low=0, high=10)
 
     def reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
@@ -591,7 +591,7 @@ MAX_COORDINATE = 1000
 MAX_REGIONS = 32
 MAX_LABEL_CHARS = 200
 
-_SCORES = reply.scores_schema(2, 0, MAX_SCORE)
+_SCORES = reply.scores_schema(2, MAX_SCORE)
 _BOX = reply.numbers_schema(4, 0, MAX_COORDINATE)
 _REGION = {"id": {"type": "integer"}, "label": {"type": "string"}, "bbox_2d": _BOX}
 _REGIONS = {"type": "array", "items": reply.object_schema(_REGION), "maxItems": MAX_REGIONS}

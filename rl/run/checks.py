@@ -142,9 +142,9 @@ class Checks:
             for key in shared:
                 self._warn_once(
                     "held-out",
-                    f"rank {self._dist.rank}: held-out sample {self._held_out[key]} shows the same "
-                    f"as training sample {sample.id}, so held-out rewards are not of unseen data "
-                    "(logged once; data/held_out_prompts counts all)",
+                    f"rank {self._dist.rank}: held-out sample {self._held_out[key]} has the "
+                    f"picture or words of training sample {sample.id}, so held-out rewards "
+                    "are not of unseen data (logged once; data/held_out_prompts counts all)",
                 )
         return num
 

@@ -32,8 +32,9 @@ _END_S = 5.0
 """Seconds that the follower gets to exit after `LIMIT_S`."""
 
 
-def _to_stderr(line: str) -> None:
-    with suppress(OSError):  # a full disk or a closed pipe
+def say(line: str) -> None:
+    """Print on stderr; a full disk or a closed pipe ends nothing."""
+    with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -63,7 +64,7 @@ class Lines:
         with suppress(OSError):  # a network's file system
             for line in self.new():
                 if line.startswith((b"WARNING: ", SAID)):
-                    _to_stderr(line.removeprefix(SAID).decode(errors="replace"))
+                    say(line.removeprefix(SAID).decode(errors="replace"))
 
 
 @cache
@@ -130,7 +131,7 @@ class Follower:
 
     def _warn(self, what: str) -> None:
         run = quote(str(self._run_dir))
-        _to_stderr(
+        say(
             f"WARNING: the process that sends this run to its trackers {what}; at any time, "
             f"rl follow {run} sends what is missing"
         )
@@ -143,7 +144,7 @@ def wait_for_last_rows(run_dir: Path, stopped: Callable[[], bool]) -> None:
     lines, until_s = _log_of(run_dir), time.monotonic() + LIMIT_S + _END_S
     while any(map(is_locked, run_dir.glob(LOCK.format("*")))):
         if stopped() or time.monotonic() > until_s:
-            _to_stderr(f"not waited for the last rows: rl follow {quote(str(run_dir))} sends them")
+            say(f"not waited for the last rows: rl follow {quote(str(run_dir))} sends them")
             break
         time.sleep(0.1)
     lines.show()

@@ -553,10 +553,10 @@ TWO_RANKS = "world_size=2"
     ("cuda_gb", "arguments", "code", "parts"),
     [
         ([150.1], [], 0, ""),  # an H200 141GB
-        ([85.0], [], 1, "85.0 ... with gpu_gb=85"),
+        ([85.0], [], 1, "85.0 ... add gpu_gb=85"),
         ([85.0], ["gpu_gb=80"], 0, ""),
-        ([120.0], [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
-        ([150.1], ["gpu_gb=80"], 0, "with gpu_gb=150"),
+        ([120.0], [], 0, "gpu_gb: ... 141 GB ... 120.0 ... add gpu_gb=120"),
+        ([150.1], ["gpu_gb=80"], 0, "add gpu_gb=150"),
         ([20.0], [], 1, "memory: DOES NOT FIT"),
         ([45.0, 150.8], [TWO_RANKS], 1, "memory: DOES NOT FIT"),  # the smaller GPU counts
         ([150.8, 150.8, 8.0], [TWO_RANKS], 0, ""),

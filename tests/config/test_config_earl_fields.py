@@ -200,7 +200,7 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
         ({"coefficients": [1.0]}, "coefficients: 1 ... 0 train_paths_file"),
         ({"val_coefficients": [0.5]}, "val_coefficients.0: 0.5"),
         ({"separate_language_and_vision_vocabs": False}, "vision_vocabs: false ... True"),
-        ({"train_vision_tokens_only": True}, "train_vision_tokens_only: ... cycles are gone"),
+        ({"train_vision_tokens_only": True}, "train_vision_tokens_only: ... in turns is gone"),
         ({"model_context_size": 900, "max_response_tokens": 800}, "no room"),
         ({"model_context_size": "4096"}, 'model_context_size: "4096" ... integer'),
         ({"temperature": "hot"}, 'sampling.temperature: "hot" ... number'),

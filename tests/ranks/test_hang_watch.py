@@ -177,7 +177,7 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
 
     # A hanging rank gets SIGTERM first. These ranks have no handler for it and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
-    ending = supervision.Ranks(ranks.of("spins"), watch, lines.append, Path()).end_hung()  # type: ignore[arg-type]
+    ending = supervision.Ranks(ranks.of("spins"), watch, lines.append).end_hung()  # type: ignore[arg-type]
     assert (ending.code, ending.what) == (124, "rank 1 hung")
     assert len(lines) == 1 and "rank 1 hung for too long (hang_limit_s)" in lines[0]
     assert all(process.poll() is not None for process in ranks.of("spins").values())

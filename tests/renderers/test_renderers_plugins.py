@@ -56,8 +56,10 @@ def load(config: Any) -> Any:
     return PLUGINS[config.type](config, CPU).loop
 
 
-def problems(config: Any) -> list[str]:
-    section = {"type": "qwen3_vl", "model_path": "some/base"}
+def problems(config: Any, **policy: object) -> list[str]:
+    """`policy`: config keys of the policy, which by default accepts pictures of any size."""
+    bounds = {"image_min_pixels": 1, "image_max_pixels": 10**9}
+    section = {"type": "qwen3_vl", "model_path": "some/base", **bounds, **policy}
     messages: list[str] = PLUGINS[config.type].problems(config, run_config(policy=section))
     return messages
 
@@ -147,6 +149,20 @@ def test_each_config_problem_is_named(
     folders: dict[str, Path], name: str, changes: dict[str, object], parts: str
 ) -> None:
     (problem,) = problems(config_of(name, folders[name], **changes))
+    assert holds(problem, parts), problem
+
+
+@pytest.mark.parametrize(
+    ("bounds", "parts"),
+    [
+        ({"image_max_pixels": 512}, "policy.image_max_pixels is 512"),
+        ({"image_min_pixels": 65536}, "policy.image_min_pixels is 65536"),
+    ],
+)
+def test_a_policy_that_scales_the_pictures_of_image_21_is_named(
+    folders: dict[str, Path], bounds: dict[str, object], parts: str
+) -> None:
+    (problem,) = problems(config_of(IMAGE_21, folders[IMAGE_21]), **bounds)
     assert holds(problem, parts), problem
 
 

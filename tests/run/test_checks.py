@@ -101,7 +101,7 @@ def test_a_training_sample_with_held_out_contents_is_warned_of_once(
         metrics = Dist().reduce(checks.metrics(rollout))
         assert metrics["data/held_out_prompts"] == (held_out is not None)
     stderr = capsys.readouterr().err
-    assert stderr.count(f"held-out sample {held_out} shows") == (held_out is not None)
+    assert stderr.count(f"held-out sample {held_out} has") == (held_out is not None)
 
 
 @pytest.mark.parametrize(

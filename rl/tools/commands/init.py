@@ -145,18 +145,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     systems = ". ".join(f"{name}: {system.title}" for name, system in SYSTEMS.items())
     add("--system", choices=list(SYSTEMS), default="quickstart", help=systems)
-    add("--gpus", type=_count, help="their number; default: those of this machine")
-    add("--gpu-gb", type=_count, help="memory of each, GB; default: of this machine's")
+    add("--gpus", type=_count, help="number of GPUs; default: those of this machine")
+    add("--gpu-gb", type=_count, help="memory of each GPU, GB; default: of this machine's")
     url = _like(r"https?://[^\s/]\S*", "a URL like http://host:4877")
-    add("--judge", type=url, default="http://localhost:4877", help="its URL")
+    add(
+        "--judge",
+        type=url,
+        default="http://localhost:4877",
+        help="its URL; default: http://localhost:4877",
+    )
     model = "Qwen/Qwen3-VL-32B-Instruct-FP8"
-    add("--judge-model", type=_like(r"\S+", "one word"), default=model, help="its model")
+    add("--judge-model", type=_like(r"\S+", "one word"), default=model, help="the judge's model")
     kinds = "; ".join(f"{name}: {kind}" for name, kind in DATA.items())
     add("--data", type=_data_path, default="", help=kinds)
     held_out = "default: the last rows of the training data, where these can be split"
     add("--held-out", type=_data_path, default="", help=held_out)
     name = _like(NAME, "made of letters, digits, '.', '_' and '-'")
-    add("--name", type=name, help="of the run; default: from the file's name")
+    add("--name", type=name, help="name of the run; default: from the file's name")
     args = parser.parse_args(arguments)
     file, text = written(args)
     write_atomically(file, text)

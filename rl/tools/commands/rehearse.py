@@ -4,13 +4,13 @@
     rl rehearse configs/qwen_image_21.jsonnet renderer.batch_size=2
     rl rehearse configs/qwen_image_21.jsonnet --depth 2
 
-The last takes a part of the time: every model has two layers.
+The last is faster, because every model has only two layers.
 
 Policy, renderer, loss, backward, optimizer step and export run through the
 project's own code, on tensors that have shapes and dtypes but no values. It reports
-peak memory beside the plan of rl check, and operations; it stops, and names the line,
-where tensors of different devices or dtypes meet. It needs the CPU build of PyTorch
-and g++, no weights, no judge and no data; a few minutes. It samples nothing and
+peak memory beside the plan of rl check, and operations; it stops, and names the
+operation, where tensors of different devices or dtypes meet. It needs the CPU build of PyTorch
+and g++, no weights, no judge and no data, and takes minutes. It samples nothing and
 cannot see kernels, their speed, NCCL or vLLM: rl check-gpu does. The exit code is 1
 where tensors do not go together.
 """

@@ -184,7 +184,7 @@ _CONTEXT = {
     "eval/bare_reward": "reward of the user's own words, as they are",
     "eval/reward_gain": "gain over the user's own words",
     "eval/stock_reward": "reward of the untrained system on the user's words",
-    "eval/stock_upstream_reward": "reward of that as upstream calls its text encoder",
+    "eval/stock_upstream_reward": "the same, with the text encoder called as upstream does",
     "eval/gain_over_stock": "gain over the untrained system",
     "eval/cut_thought_reward": "reward with the thought cut before it begins",
     "eval/gain_of_thought": "gain of thinking",

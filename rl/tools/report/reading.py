@@ -100,10 +100,10 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(folder_of.items()))
 
 
-def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
-    """The first and the last evaluation made after at most `until` iterations, or fewer if
-    there are fewer. Damaged lines are left out; the page's alarms count them."""
-    folders = [(it, folder) for it, folder in evaluation_folders(run_dir).items() if it <= until]
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
+    """The first and the last evaluation, or fewer if there are fewer. Damaged lines are left out;
+    the page's alarms count them."""
+    folders = list(evaluation_folders(run_dir).items())
     return [
         Evaluation(
             iteration,
