@@ -24,7 +24,7 @@ from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.meter import prefix_tree_pairs
 from rl.policies.policy_base import adapt
-from rl.policies.qwen_vl import Config as PolicyConfig
+from rl.policies.qwen_vl_prompts import Config as PolicyConfig
 from rl.policies.trained_module import token_logprobs
 from rl.tools.gpu_checks import Line, Setup, measured, skipped
 

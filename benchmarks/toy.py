@@ -25,7 +25,7 @@ INSTRUCTION_TOKENS = 100
 DIGITS = "0123456789"
 """Characters of all texts. A digit is one token and never merged, so token counts are known."""
 STOP = "<|im_end|>"
-LANGUAGE = {
+LANGUAGE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 4,

@@ -29,8 +29,9 @@ from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeClient
 from rl.judge.http import BackgroundLoop
+from rl.renderers.qwen_image_config import DenoisingConfig
 from rl.renderers.qwen_image_edit import QwenImageEdit
-from rl.rewards.judged import VieScore
+from rl.rewards.judged import VieScore, VieScoreConfig
 from rl.rollout.episodes import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
@@ -86,7 +87,7 @@ class TrlRun:
 
     def _make_reward(self, api_base: str) -> Any:
         judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
-        return VieScore(VieScore.Config(type="viescore"), Resources(judge, "cpu"))
+        return VieScore(VieScoreConfig(type="viescore"), Resources(judge, "cpu"))
 
     def _make_trainer(self, model: Any, folder: Path) -> Any:
         from datasets import Dataset
@@ -337,13 +338,14 @@ def ordered_samples(shape: Shape) -> list[Sample]:
     """The rows, in the order in which this project's run reads them."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     config = toy.Config(type="benchmarks.toy", num_samples=num_rows, shape=vars(shape))
-    order = PromptOrder([toy.ToySamples(config, RowRules())], [1.0], 0, shape.num_groups)
+    source: Any = toy.ToySamples(config, RowRules())
+    order = PromptOrder([source], [1.0], 0, shape.num_groups)
     return [row for i in range(toy.MAX_ITERATIONS) for row in order.shard(i, 0, 1, lambda row: row)]
 
 
 def make_renderer(folder: Path, shape: Shape) -> Any:
     """This project's renderer."""
-    config = QwenImageEdit.Config(**renderer_section(folder, shape))
+    config = DenoisingConfig(**renderer_section(folder, shape))
     return QwenImageEdit(config, Resources(None, "cpu"))
 
 

@@ -66,7 +66,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
     at_calls("rl.progress:PhaseTimer.phase", before)
 
 
-def at_calls(where: str, before: Callable[..., None]) -> None:
+def at_calls(where: str, before: Callable[..., object]) -> None:
     """Calls `before` with the arguments of every call of the function `module:a.b`."""
     module_name, _, path = where.partition(":")
     owner: Any = importlib.import_module(module_name)

@@ -28,7 +28,7 @@ class JudgeScore(Reward):
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         text = f"{reward_input.sample.instruction} Answer: {reward_input.words!r}"
-        question = Question((text,), scores_schema(1, 0, 10))
+        question = Question((text,), scores_schema(1, 10))
         answer = await self._judge.ask(question, lambda text: read_scores(text, 1, 0, 10)[0])
         value = None if answer.value is None else answer.value / 10
         return RewardOutput(

@@ -254,7 +254,7 @@ def test_shipped_plugins_conform(words: Sequence[str], capsys: pytest.CaptureFix
 def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
     commands = printed(tmp_path)
     assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
-    (tmp_path / "scene.png").write_bytes((ROOT / "docs/images/scene.png").read_bytes())
+    (tmp_path / "photo.jpg").write_bytes((ROOT / "docs/images/scene.png").read_bytes())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-e", "-c", commands],
@@ -270,7 +270,7 @@ def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
         row["iteration"]: row["eval/reward"] for row in run.metrics() if "eval/reward" in row
     }
     assert rewards[3] > rewards[0] + 0.2, rewards
-    assert (tmp_path / "words/scene.json").is_file()
+    assert (tmp_path / "words/photo.json").is_file()
     trained = load_trained(run.folder)
     options = argparse.Namespace(policy=None)
     for uses_its_code in (config_for_use, lambda trained: export.policy_of(trained, options)):
