@@ -57,7 +57,7 @@ def test_files_of(fault: dict[str, Any], tests: Path) -> list[str]:
         rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
     )
     users = [file for file in sorted(tests.rglob("*.py")) if imports.search(file.read_text())]
-    helpers = [file.stem for file in users if file.parent == tests and file.stem[:5] != "test_"]
+    helpers = [file.stem for file in users if file.parent.name == "helpers"]
     indirect = re.compile(
         rf"^(?:import|from) (?:{'|'.join(helpers)})\b" if helpers else r"(?!)", re.M
     )
@@ -83,7 +83,7 @@ def run_tests(fault: dict[str, Any], tests: Path, tiers: tuple[str, ...]) -> Out
                 done = subprocess.run(
                     [*command, "-p", "no:cacheprovider", "-p", "no:randomly"],
                     cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
-                    env={**os.environ, "PYTHONPATH": f"{folder}:{folder}/tests"},
+                    env={**os.environ, "PYTHONPATH": f"{folder}:{folder}/tests/helpers"},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 return Outcome(fault, f"nothing in {LIMIT_S} s", time.monotonic() - started)

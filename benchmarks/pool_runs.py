@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks import ray_nodes
 from benchmarks.ray_nodes import cluster, kill, named, processes
-from tests.tiny_loop import assert_same_weights, metrics_of
+from tests.helpers.tiny_loop import assert_same_weights, metrics_of
 
 NUM_ITERATIONS, ACTS_AFTER = 5, 3
 CONFIG = (

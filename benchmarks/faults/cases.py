@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.faults import tiny_run
 from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
-from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, raw
+from tests.helpers.tiny_faulty_judge import GOOD, Fault, envelope, page, raw
 
 FIRST_OF_TRAINING = 2
 """Number of the first judge request of training; request 1 is sent before a model is loaded."""

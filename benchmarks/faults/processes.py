@@ -25,7 +25,7 @@ def quiet_processes() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tiny_preload", "benchmarks.faults.run_imports"])
+    context.set_forkserver_preload(["tests.helpers.tiny_preload", "benchmarks.faults.run_imports"])
 
 
 def map_at_once(act: Callable[[T], R], cases: Iterable[T], jobs: int) -> Iterator[R]:

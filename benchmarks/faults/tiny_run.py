@@ -19,9 +19,9 @@ from PIL import Image
 from benchmarks.faults.inject import Injection, at_calls
 from rl.ranks.supervision import on_one_node
 from rl.record import checkpoint
-from tests.tiny_faulty_judge import MODEL, Fault, FaultyJudge
-from tests.tiny_loop import REPO, assert_same_run, assert_same_weights, write_config
-from tests.tiny_ranks import spawn
+from tests.helpers.tiny_faulty_judge import MODEL, Fault, FaultyJudge
+from tests.helpers.tiny_loop import REPO, assert_same_run, assert_same_weights, write_config
+from tests.helpers.tiny_ranks import spawn
 
 NUM_ITERATIONS = 3
 NUM_ROWS = 6

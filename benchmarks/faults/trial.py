@@ -13,7 +13,7 @@ from benchmarks.faults import tiny_run
 from benchmarks.faults.cases import Case
 from benchmarks.faults.harness import Harness
 from benchmarks.faults.tiny_run import Ended, Judge
-from tests.tiny_faulty_judge import Fault
+from tests.helpers.tiny_faulty_judge import Fault
 
 BAD = ("LOST", "SILENT", "HUNG", "UNCLEAR", "NOT TRIED")
 GOOD = ("survived", "stopped")

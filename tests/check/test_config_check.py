@@ -71,7 +71,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rewards": {"vie": RIGHT, "own": SECOND | {"n_evals": 2, "temperature": None}},
       "judge": {"api_base": "http://h:1", "temperature": 0.5}},
      "rewards.own.n_evals: ... temperature 0"),
-    ({"rewards": {"vie": RIGHT, "own": HELD_OUT | {"type": "tests.tiny_rewards.Ranks"}}},
+    ({"rewards": {"vie": RIGHT, "own": HELD_OUT | {"type": "tests.helpers.tiny_rewards.Ranks"}}},
      "rewards.own.held_out_only: ... compares ... one"),
     ({"rewards": {"own": HELD_OUT}}, "rewards: only diagnostics"),
     ({"rewards": {"vie": RIGHT, "own": HELD_OUT}, "final_reward": {"weights": {"own": 1}}},

@@ -169,7 +169,7 @@ def lines_of(function: str, folder: Path, limit_s: float = 600.0) -> list[Line]:
 
 @pytest.fixture(autouse=True)
 def children_find_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "helpers"), str(TESTS.parent)]))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from rl.ranks import signals, supervision
 from rl.ranks.supervision import RendezvousError, on_several_nodes
 from rl.simple_launch import main
 
-TESTS = Path(__file__).parents[1]
-WORKER = TESTS / "launch_worker.py"
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests/helpers"
+WORKER = HELPERS / "launch_worker.py"
 Launch = Callable[..., subprocess.Popen[str]]
 
 
@@ -36,7 +37,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     ) -> subprocess.Popen[str]:
         folder.mkdir(exist_ok=True)
         environ = os.environ | {
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "PYTHONPATH": f"{ROOT}:{HELPERS}",
             "TEST_FOLDER": str(folder),
             "TEST_MODE": mode,
         }
@@ -325,7 +326,7 @@ def exit_code(*arguments: str) -> int:
     ],
 )
 def test_wrong_options_exit_with_the_reason(capsys, monkeypatch, options: list[str], parts) -> None:
-    monkeypatch.chdir(TESTS.parent)
+    monkeypatch.chdir(ROOT)
     assert exit_code(*options) == 2
     assert holds(capsys.readouterr().err, parts)
 

@@ -51,7 +51,7 @@ class Launched:
             models,
             folder,
             num_iterations=NUM_ITERATIONS,
-            rewards={"brightness": {"type": "tests.brightness_reward"}},
+            rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
             judge={},
             evaluation={"every_n_iterations": 0},
             checkpoint={"save_every_n_iterations": 100},

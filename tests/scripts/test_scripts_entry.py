@@ -157,7 +157,7 @@ def test_missing_torch_is_an_error(rl_here: Callable[..., Finished], monkeypatch
 @pytest.mark.slow
 def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    shutil.copy(ROOT / "tests" / "brightness_reward.py", tmp_path / "mine" / "my_reward.py")
+    shutil.copy(ROOT / "tests/helpers/brightness_reward.py", tmp_path / "mine" / "my_reward.py")
     reward = "rewards={mine: {type: 'mine.my_reward'}}"
     done = rl("check", "configs/quickstart.jsonnet", reward, cwd=tmp_path)
     assert done.returncode == 0 and "mine.my_reward" in done.stdout, done.stdout + done.stderr

@@ -33,7 +33,7 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
     path.write_text(CONFIG % (shipped, tmp_path, NUM_ITERATIONS))
     with open(tmp_path / "output.txt", "w+") as output:
         run = subprocess.Popen(
-            [sys.executable, str(tiny_loop.TESTS / "tiny_loop.py"), str(path)],
+            [sys.executable, str(tiny_loop.HELPERS / "tiny_loop.py"), str(path)],
             env=tiny_loop.environment(),
             cwd=tiny_loop.REPO,
             stdout=output,

@@ -22,7 +22,7 @@ class Ended:
             folder,
             num_iterations=3,
             prompts_per_iteration=4,
-            rewards={"brightness": {"type": "tests.brightness_reward"}},
+            rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
             judge={},
             evaluation={"every_n_iterations": 0},
             checkpoint={"save_every_n_iterations": 3},

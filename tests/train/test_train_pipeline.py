@@ -25,7 +25,7 @@ def test_sampling_does_not_wait_for_a_judge_that_is_slower_than_a_rollout(
     """The first iteration's pictures are graded only after the second has begun to be sampled."""
     second = tmp_path / "tiny/judge/iteration_000001.rank0.jsonl"
     rewards = {
-        "patient": {"type": "tests.patient_reward", "wait_for": str(second)},
+        "patient": {"type": "tests.helpers.patient_reward", "wait_for": str(second)},
         "viescore": {"type": "viescore"},
     }
     path = stale_config(

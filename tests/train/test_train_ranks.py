@@ -125,7 +125,7 @@ def test_a_failure_or_stop_of_one_rank_ends_all_ranks(
         num_iterations=3,
         prompts_per_iteration=4,
         max_staleness=max_staleness,
-        rewards={"brightness": {"type": "tests.brightness_reward"}},
+        rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
         judge={},
         evaluation={"every_n_iterations": 0},
         checkpoint={"save_every_n_iterations": 3},

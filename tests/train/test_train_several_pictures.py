@@ -50,7 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_iterations=1,
         prompts_per_iteration=3,
         generations_per_prompt=2,
-        rewards={"brightness": {"type": "tests.brightness_reward"}},
+        rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
         judge={},
         data={"train": [source], "validation": [source], "on_bad_row": "skip"},
         evaluation={"every_n_iterations": 1, "num_samples": 3},

@@ -16,7 +16,7 @@ from rl.run.metric_table import doc_of, shipped_rows
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts", "tiny_qwen_image_21", "tiny_thinking")
 FILE = Path(__file__).with_suffix(".json")
 """System -> `METRICS` of each iteration. `python tests/train/test_train_systems.py FOLDER` (with
-`tests` on PYTHONPATH) records them again; a commit that changes them says why."""
+`tests/helpers` on PYTHONPATH) records them again; a commit that changes them says why."""
 METRICS = ("reward/mean", "loss/total", "optimizer/grad_norm", "policy/entropy", "eval/reward")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Without AVX a metric changes by at most 1.3e-6 of its value (measured)."""

@@ -16,7 +16,7 @@ from PIL import Image
 from rl.config.loading import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 WEIGHTS = REPO / "tiny_world/weights"
 SHIPPED = [path.stem for path in sorted((REPO / "configs").glob("*.jsonnet"))]
 DISTINCT = [

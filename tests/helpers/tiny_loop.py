@@ -1,7 +1,7 @@
 """A whole run at tiny size: random models of the real classes on disk, a config, a process.
 
-`python tests/tiny_loop.py <config> <where> <count> [SIGTERM]` runs the loop, which gets SIGKILL (or
-the named signal) at its `count`-th call of `where`.
+`python tests/helpers/tiny_loop.py <config> <where> <count> [SIGTERM]` runs the loop, which gets
+SIGKILL (or the named signal) at its `count`-th call of `where`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.faults.inject import end_at, end_at_phase
 from rl.config.loading import evaluate
 from rl.files import read_rows
 
-TESTS = Path(__file__).parent
-REPO = TESTS.parent
+HELPERS = Path(__file__).parent
+REPO = HELPERS.parents[1]
 STATE_DIM = 64
 """Width of the tiny policy's hidden states, which the tiny editor reads."""
 
@@ -90,7 +90,7 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
             "policy_image_area_px": 64 * 64,
         },
         "rewards": {
-            "brightness": {"type": "tests.brightness_reward"},
+            "brightness": {"type": "tests.helpers.brightness_reward"},
             "viescore": {"type": "viescore"},
         },
         "final_reward": {"weights": {"brightness": 1}},
@@ -133,7 +133,7 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}", **more}
+    return {**os.environ, "PYTHONPATH": f"{REPO}:{HELPERS}", **more}
 
 
 def launch(
@@ -144,7 +144,7 @@ def launch(
     variables = environment(**environ)
     variables.pop("DS_ACCELERATOR", None)  # the run sets it
     return subprocess.run(
-        [*command, str(TESTS / "train_on_ranks.py"), str(path)],
+        [*command, str(HELPERS / "train_on_ranks.py"), str(path)],
         env=variables,
         cwd=REPO,
         capture_output=True,

@@ -23,11 +23,11 @@ from typing import Any
 
 from rl.ranks.supervision import on_one_node
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300
 """Time limit; ranks share their cores with other tests."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.tiny_preload"])
+_CONTEXT.set_forkserver_preload(["tests.helpers.tiny_preload"])
 
 
 def spawn(target: Callable[..., None], *args: Any) -> BaseProcess:

@@ -31,7 +31,11 @@ class Nodes:
         self, node: int, command: Sequence[str], errors: Path, **environ: str
     ) -> subprocess.Popen[str]:
         """Starts `command` on a node at the repository root; writes its output to `errors`."""
-        environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}", **environ}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.HELPERS}",
+            **environ,
+        }
         with open(errors, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[node], *command],

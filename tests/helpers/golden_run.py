@@ -2,9 +2,10 @@
 
 Usually runs on two CPUs diverge: sampling and rounding to bytes amplify differences of a last bit.
 Here the engine returns the completions of `golden_run.json`, and the judge the replies, whatever
-the picture. Both are third-party plugins (`'tests.golden_run'`).
+the picture. Both are third-party plugins (`'tests.helpers.golden_run'`).
 
-`python tests/golden_run.py` records again: it samples from the current weights and draws scores.
+`python tests/helpers/golden_run.py` records again: it samples from the current weights and draws
+scores.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def config_of(models: dict[str, str], folder: Path, **changes: Any) -> dict[str,
     settings = {
         "seed": SEED,
         "num_iterations": NUM_ITERATIONS,
-        "engine": {"type": "tests.golden_run"},
-        "rewards": {"viescore": {"type": "tests.golden_run"}},
+        "engine": {"type": "tests.helpers.golden_run"},
+        "rewards": {"viescore": {"type": "tests.helpers.golden_run"}},
         "final_reward": {"weights": {"viescore": 1}},
         "judge": {},
         "evaluation": {"every_n_iterations": 0},

@@ -9,7 +9,7 @@ from rl.api.metric import Metric
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
-from tests.brightness_reward import Brightness
+from tests.helpers.brightness_reward import Brightness
 
 PATIENCE_S = 20.0
 

@@ -23,7 +23,7 @@ from rl.judge.client import JudgeRefused
 from rl.learner import backends
 from rl.policies import trained_module
 from rl.run.run import Run
-from tests.brightness_reward import Brightness
+from tests.helpers.brightness_reward import Brightness
 
 LOGITS_PER_CHUNK = 1500
 """Two tokens of the tiny vocabulary."""
