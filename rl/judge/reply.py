@@ -29,6 +29,8 @@ LOWEST_LOGPROB = -9999.0
 LOGPROB_ROUNDING = 1e-3
 """How far a server's rounding may lift a log-prob above 0, nats."""
 
+_SCORE_KEYS = {"reasoning", "score"}
+"""The keys of `scores_schema`."""
 _PART = "\n[only a part, finish_reason {!r}]"
 """Last line of a reply that is not whole; the journal and the records keep it."""
 _THOUGHT = re.compile(
@@ -115,10 +117,10 @@ def _label_reply(choice: Any, labels: Sequence[str]) -> str:
     except (LookupError, TypeError):
         raise NoLogprobsError("no log-probs of the first token") from None
     logprobs: dict[str, float] = {}
-    for token, value in pairs:
-        if token in labels and logprobs.setdefault(token, value) != value:
+    for token, value in [(token, logprob_in(value)) for token, value in pairs if token in labels]:
+        if logprobs.setdefault(token, value) != value:
             raise UnreadableReplyError(f'two log-probs of the label "{token}"')
-    kept = {label: logprob_in(logprobs[label]) for label in labels if label in logprobs}
+    kept = {label: logprobs[label] for label in labels if label in logprobs}
     return json.dumps({"token": str(first["token"])[:MAX_TOKEN_CHARS], "logprobs": kept})
 
 
@@ -197,9 +199,11 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
-    """The scores in a parsed reply under "score" in its `schema`, if their range ends at 10."""
-    score = schema.get("properties", {}).get("score", {})
-    is_of_ten = score.get("items", score).get("maximum") == 10
+    """The numbers of a parsed reply to a question whose `schema` asks only for `score`, up to 10;
+    [] for any other."""
+    properties = schema.get("properties", {})
+    score = properties.get("score", {})
+    is_of_ten = score.get("items", score).get("maximum") == 10 and not {*properties} - _SCORE_KEYS
     return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
 
 

@@ -117,6 +117,7 @@ def test_unreadable_named_numbers_are_refused_with_the_reason(text: str, reason:
         (scores_schema(2, 25), (0.8, 6.0), []),
         (fields_schema({"score": (0, 10)}), (0.8,), [0.8]),
         (fields_schema({"score": (0, 1)}), (0.8,), []),
+        (fields_schema({"score": (0, 10), "identity": (0, 5)}), (0.8, 4.0), []),
         (scores_schema(2, 10), None, []),
         (scores_schema(2, 10), 0.8, []),
         ({}, (0.8,), []),
