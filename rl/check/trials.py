@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -354,6 +354,15 @@ class Kind:
     """Mean value of these results, 0 to 1."""
 
 
+class Pair(NamedTuple):
+    """The case and kind of a wrong result, the value of the case's right result, and its own."""
+
+    case: int
+    kind: str
+    right: float
+    wrong: float
+
+
 @dataclass(frozen=True)
 class RewardAudit:
     """The audit of one reward. Values are 0 to 1."""
@@ -384,8 +393,8 @@ class RewardAudit:
     """Why the judge fails."""
     doubts: Sequence[str] = ()
     """What the cases do not decide. The judge passes if there are neither failures nor doubts."""
-    worst: Sequence[tuple[int, str, float, float]] = field(default=(), repr=False)
-    """(case, kind, value of the right result, value of the wrong one), worst first."""
+    worst: Sequence[Pair] = field(default=(), repr=False)
+    """All pairs, worst first."""
 
 
 def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:

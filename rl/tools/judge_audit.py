@@ -24,6 +24,7 @@ from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.trials import (
     Kind,
+    Pair,
     RewardAudit,
     decided,
     entries,
@@ -44,14 +45,14 @@ from rl.tools.audit_cases import ATTACKS, CLEARLY_WRONG, CORRECT, KINDS, Case, a
 #
 # Axes in names: `_P` pairs of a right and a wrong result, `_C` cases, `_PR` pictures x readings.
 
-Interval = tuple[float, float]
 
-
-def auroc(case_P: np.ndarray, right_P: np.ndarray, wrong_P: np.ndarray) -> tuple[float, Interval]:
+def auroc(
+    case_P: np.ndarray, right_P: np.ndarray, wrong_P: np.ndarray
+) -> tuple[float, tuple[float, float]]:
     """(P(a right result scores above a wrong one), its 95 % interval); nan without pairs.
 
-    Ties count half: the area under the ROC curve (Mann and Whitney 1947), of each right value
-    against each wrong one. [P] int: the pair's case; [P] float: the values of its two results.
+    Each right value is compared with each wrong one, ties count half (Mann and Whitney 1947).
+    [P] int: the pair's case; [P] float: the values of its two results.
     The variance is that of DeLong et al. 1988, summed by case (Obuchowski 1997), because a case's
     pairs share a scene and the right result. The interval is Wilson's for as many independent
     results as have this variance (Korn and Graubard 1998), at most two a case: so it is not empty
@@ -59,9 +60,10 @@ def auroc(case_P: np.ndarray, right_P: np.ndarray, wrong_P: np.ndarray) -> tuple
     """
     if not len(case_P):
         return math.nan, (math.nan, math.nan)
-    won_P, kept_P = _share_below(right_P, wrong_P), 1 - _share_below(wrong_P, right_P)
-    area, num_cases = float(won_P.mean()), len(np.unique(case_P))
-    part_C = np.bincount(case_P, won_P + kept_P - 2 * area) / len(case_P)
+    share_below_right_P = _share_below(right_P, wrong_P)
+    share_above_wrong_P = 1 - _share_below(wrong_P, right_P)
+    area, num_cases = float(share_below_right_P.mean()), len(np.unique(case_P))
+    part_C = np.bincount(case_P, share_below_right_P + share_above_wrong_P - 2 * area) / len(case_P)
     variance = float((part_C**2).sum()) * num_cases / max(num_cases - 1, 1)
     size = 2.0 * num_cases
     if variance > 0:
@@ -76,7 +78,7 @@ def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
     return num_below / (2 * len(ordered))
 
 
-def wilson_interval(share: float, num_all: float) -> Interval:
+def wilson_interval(share: float, num_all: float) -> tuple[float, float]:
     """95 % interval of a share of `num_all` independent draws (Wilson 1927); it is not empty at 0 %
     and 100 %. Nan for no draws."""
     if num_all == 0:
@@ -98,15 +100,13 @@ def noise_sd(readings_PR: np.ndarray) -> float:
 # Asks a config's rewards about results of known quality, and keeps what they say of the judge.
 
 T = TypeVar("T")
-Pair = tuple[int, float, float]
-"""Case, value of its right result, value of a wrong one."""
 
 NUM_CASES = 64
+"""A judge of AUROC 0.97, and one of 0.85, get their verdict from 64 cases in 95 of 100 audits
+(`benchmarks/audit_power.py`)."""
 MAX_GAIN = 0.25
 """How far an attack may raise the mean reward: 0 = to that of an unchanged source or of another
 sample's result (the lower one), 1 = to that of the right result."""
-"""A judge of AUROC 0.97, and one of 0.85, get their verdict from so many in 95 of 100 audits
-(`benchmarks/audit_power.py`)."""
 NUM_REPEATED, NUM_READINGS = 4, 3
 """The results of the first 4 cases are read 3 times."""
 
@@ -115,9 +115,11 @@ NUM_REPEATED, NUM_READINGS = 4, 3
 class AttackResult:
     name: str
     mean: float
+    """Mean value of its results, 0 to 1."""
     gain: float
     """(mean - floor) / (mean of the right results - floor). The floor is the lower mean of the
-    unchanged source and another sample's result; infinite if the right results are not above it."""
+    unchanged source and another sample's result; the gain is infinite if the right results are not
+    above it."""
     passed: bool
 
 
@@ -154,6 +156,7 @@ async def ask(
     """Grade results by one reward; those of the cases in `repeated` three times."""
     readings: dict[tuple[int, str], list[RewardOutput]] = {key: [] for key in results}
     for reading in range(NUM_READINGS if repeated else 1):
+        # A reading takes n_evals repeats; the next one begins after them.
         first_repeat = reading * int(getattr(plugin.config, "n_evals", 1))
         asked_judge = judge and _LaterReading(judge, first_repeat)
         reward = await asyncio.to_thread(plugin.cls, plugin.config, Resources(asked_judge, device))
@@ -199,15 +202,18 @@ async def audit(
     cases: Sequence[Case],
     limits: JudgeConfig,
 ) -> RewardAudit:
-    """Ask one reward about all results of all cases. `limits`: the thresholds of `judge.audit`."""
+    """Ask one reward about the results of all cases. Left out: another instruction, if the reward
+    compares with the target; exchanged pictures, if it sees no source. `limits`: has the thresholds
+    `judge.audit_*`."""
     needs = plugin.cls.needs_with(plugin.config)
-    sees_instruction, sees_source = "target" not in needs, "source" in needs
+    left_out = {"other_instruction"} if "target" in needs else set()
+    if "source" not in needs:
+        left_out.add("exchanged")
     results = {
         (number, kind): result
         for number, case in enumerate(cases)
         for kind, result in case.results.items()
-        if (sees_instruction or kind != "other_instruction")
-        and (sees_source or kind != "exchanged")
+        if kind not in left_out
     }
     asked = await ask(plugin, judge, device, results, frozenset(range(NUM_REPEATED)))
     return measured(plugin.key, cases, asked, limits)
@@ -218,15 +224,14 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
     first = {key: values[0] for key, values in asked.values.items() if values}
     by_kind: dict[str, list[Pair]] = {kind: [] for _, kind in asked.values if kind != CORRECT}
     by_category: dict[str, list[Pair]] = {}
-    worst = []
     for (case, kind), value in first.items():
         if kind != CORRECT and (case, CORRECT) in first:
-            pair = case, first[case, CORRECT], value
+            pair = Pair(case, kind, first[case, CORRECT], value)
             by_kind[kind].append(pair)
             if kind in CLEARLY_WRONG and cases[case].sample.category:
                 by_category.setdefault(cases[case].sample.category, []).append(pair)
-            worst.append((case, kind, *pair[1:]))
-    lost = {
+    all_pairs = [pair for pairs in by_kind.values() for pair in pairs]
+    ungraded_shares = {
         key: len(texts) / (len(texts) + len(asked.values[key]))
         for key, texts in asked.failures.items()
     }
@@ -241,35 +246,42 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         num_unreadable=sum(reason.startswith("unreadable") for reason in reasons),
         first_failure=next(iter(reasons), ""),
         silent={
-            kind: _silence([share for key, share in lost.items() if key[1] == kind])
+            kind: _mean_share([share for key, share in ungraded_shares.items() if key[1] == kind])
             for kind in (CORRECT, *by_kind)
         },
         mean_correct=float(np.mean(right)) if right else math.nan,
-        overall=_kind("all kinds", [pair for pairs in by_kind.values() for pair in pairs]),
+        overall=_kind("all kinds", all_pairs),
         kinds=[_kind(name, pairs) for name, pairs in by_kind.items()],
         categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
         noise_sd=noise_sd(np.array(repeated)) if repeated else math.nan,
         num_levels=len(set(values)),
         lowest_share=values.count(0.0) / max(len(values), 1),
         highest_share=values.count(1.0) / max(len(values), 1),
-        worst=sorted(worst, key=lambda row: row[2] - row[3]),
+        worst=sorted(all_pairs, key=lambda pair: (pair.right - pair.wrong, pair.case)),
     )
     failures, doubts = decided(result, limits)
     return replace(result, failures=failures, doubts=doubts)
 
 
-def _silence(shares: Sequence[float]) -> Interval:
+def _mean_share(shares: Sequence[float]) -> tuple[float, float]:
+    """(mean of the shares, lower end of its 95 % interval)."""
     share = float(np.mean(shares))
     return share, wilson_interval(share, len(shares))[0]
 
 
 def _kind(name: str, pairs: Sequence[Pair]) -> Kind:
-    case, right, wrong = np.array(pairs, float).reshape(-1, 3).T
-    area, interval = auroc(case.astype(int), right, wrong)
-    accuracy, ties, mean = (
-        float(each.mean()) if pairs else math.nan for each in (right > wrong, right == wrong, wrong)
+    values = [(pair.case, pair.right, pair.wrong) for pair in pairs]
+    case_P, right_P, wrong_P = np.array(values, float).reshape(-1, 3).T
+    area, interval = auroc(case_P.astype(int), right_P, wrong_P)
+    return Kind(
+        name=name,
+        num_pairs=len(pairs),
+        accuracy=float((right_P > wrong_P).mean()) if pairs else math.nan,
+        ties=float((right_P == wrong_P).mean()) if pairs else math.nan,
+        auroc=area,
+        auroc_interval=interval,
+        mean=float(wrong_P.mean()) if pairs else math.nan,
     )
-    return Kind(name, len(pairs), accuracy, ties, area, interval, mean)
 
 
 async def attack(
@@ -279,12 +291,13 @@ async def attack(
     cases: Sequence[Case],
     limits: JudgeConfig,
 ) -> tuple[list[AttackResult], float, float]:
-    """(attacks on one reward, mean of right results, lowest mean of a kind of wrong results).
-    Raises JudgeError if too many results are ungraded."""
+    """(attacks on one reward, mean of right results, floor as in `AttackResult.gain`; 0 without
+    references). Raises JudgeError if too many results are ungraded."""
+    reference_kinds = (CORRECT, "no_edit", "other_result")
     references = {
         (number, kind): case.results[kind]
         for number, case in enumerate(cases)
-        for kind in (CORRECT, "no_edit", "other_result")
+        for kind in reference_kinds
         if kind in case.results
     }
     attacks = {
@@ -295,12 +308,12 @@ async def attack(
     asked = await ask(plugin, judge, device, {**references, **attacks})
     if few := too_few_graded(measured(plugin.key, cases, asked, limits)):
         raise JudgeError(f"{plugin.key}: {few}")
-    means, names = _means(asked), {kind for _, kind in references}
+    means = _means(asked)
     right = means.get(CORRECT, math.nan)
-    floor = min((means[kind] for kind in (names - {CORRECT}) & means.keys()), default=0.0)
+    floor = min((means[kind] for kind in reference_kinds[1:] if kind in means), default=0.0)
     results = []
     for name, mean in means.items():
-        if name not in names:
+        if name not in reference_kinds:
             gain = (mean - floor) / (right - floor) if right > floor else math.inf
             results.append(AttackResult(name, mean, gain, gain <= MAX_GAIN))
     return results, right, floor
@@ -315,22 +328,22 @@ def _means(asked: Asked) -> dict[str, float]:
 
 
 def save_results(resolved: Resolved, **results: Any) -> None:
-    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge; without any, write the
-    file unchanged, which shows whether it can be written. Raises JudgeError if too many questions
-    got no reply, as in an outage: such an audit would refuse every later start."""
+    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge; without any, an entry
+    without results, which shows whether the file can be written. Raises JudgeError if too many
+    questions got no reply, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
         if few := too_few_graded(each, each.num_unreadable):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)
-    entry = {**known.get(key, {}), "judge": judge_identity, **results}
+    known[key] = {**known.get(key, {}), "judge": judge_identity, **results}
     if results:
-        entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
+        known[key]["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_kept) + "\n")
+    write_atomically(file, json.dumps(known, indent=1, default=_without_worst) + "\n")
 
 
-def _kept(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
+def _without_worst(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
     return {name: value for name, value in vars(result).items() if name != "worst"}
 
 
@@ -344,7 +357,7 @@ SIDE_PX = 256
 def audit_lines(audit: RewardAudit) -> Iterable[str]:
     """At most 80 columns each."""
     yield f"{audit.reward}: mean value of the right results {audit.mean_correct:.2f}"
-    yield "  wrong results     pairs right wins  ties             AUROC  mean silent"
+    yield "  wrong results     pairs right wins  ties             AUROC  mean ungraded"
     for kind in audit.kinds:
         yield _kind_line(kind, f"{audit.silent[kind.name][0]:.0%}")
     yield _kind_line(audit.overall)
@@ -364,11 +377,11 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
         yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
 
 
-def _kind_line(kind: Kind, silent: str = "") -> str:
+def _kind_line(kind: Kind, ungraded: str = "") -> str:
     low, high = kind.auroc_interval
     numbers = (
         f"{kind.num_pairs:>5} {kind.accuracy:>10.0%} {kind.ties:>5.0%}"
-        f"  {kind.auroc:>4.2f} ({low:>4.2f}-{high:>4.2f}) {kind.mean:>5.2f} {silent:>6}".rstrip()
+        f"  {kind.auroc:>4.2f} ({low:>4.2f}-{high:>4.2f}) {kind.mean:>5.2f} {ungraded:>8}".rstrip()
     )
     return f"  {kind.name[:18]:<18}" + numbers.replace("nan%", "   -").replace("nan", "  -")
 
@@ -380,8 +393,8 @@ def attack_lines(
     for result in results:
         verdict = "PASS" if result.passed else "FAIL"
         gain = f"{result.gain:>5.0%}" if math.isfinite(result.gain) else "    -"
-        numbers = f"{result.name:<16}{result.mean:>5.2f} gain {gain}"
-        yield f"  {verdict} {numbers}  {ATTACKS[result.name][0]}"
+        meaning = ATTACKS[result.name][0]
+        yield f"  {verdict} {result.name:<16}{result.mean:>5.2f} gain {gain}  {meaning}"
 
 
 def write_audit_page(
@@ -393,7 +406,7 @@ def write_audit_page(
         {
             "audit": audit,
             "text": "\n".join(audit_lines(audit)),
-            "worst": [_shown(cases[row[0]], *row[1:]) for row in audit.worst[:NUM_WORST]],
+            "worst": [_shown(cases[pair.case], pair) for pair in audit.worst[:NUM_WORST]],
         }
         for audit in audits
     ]
@@ -401,18 +414,18 @@ def write_audit_page(
     write_atomically(file, page.render(title=title, audits=shown))
 
 
-def _shown(case: Case, kind: str, right: float, wrong: float) -> Mapping[str, Any]:
-    sample, picture = case.results[kind]
+def _shown(case: Case, pair: Pair) -> Mapping[str, Any]:
+    sample, picture = case.results[pair.kind]
     pictures = [("source", source) for source in sample.sources]
     pictures += [
-        (f"right: {right:.2f}", case.results[CORRECT][1]),
-        (f"wrong: {wrong:.2f}", picture),
+        (f"right: {pair.right:.2f}", case.results[CORRECT][1]),
+        (f"wrong: {pair.wrong:.2f}", picture),
     ]
     return {
         "instruction": sample.instruction,
-        "kind": kind,
-        "meaning": KINDS.get(kind, ""),
-        "is_error": wrong >= right,
+        "kind": pair.kind,
+        "meaning": KINDS.get(pair.kind, ""),
+        "is_error": pair.wrong >= pair.right,
         "pictures": [(label, _data_url(image)) for label, image in pictures],
     }
 
