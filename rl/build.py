@@ -110,7 +110,8 @@ class Plugin(Generic[PluginT]):
 
     @property
     def paths(self) -> Sequence[str]:
-        """Hub ids, folders and files that it reads, those with weights first."""
+        """Where its models are, those with weights first: each path, then its subfolder. Without
+        models the key `path`, '' if there is none."""
         models = self.cls.models(self.config) if issubclass(self.cls, RunPlugin) else []
         with_weights = sorted(models, key=lambda model: not model.weights)
         paths = [path for m in with_weights for path in (m.path, f"{m.path}/{m.subfolder}")]
@@ -204,7 +205,9 @@ def resolve(config: RunConfig) -> Resolved:
     def reward_of(key: str, section: PluginSection) -> Any:
         keys, rest = keys_of(RewardKeys, key, section)
         plugin = plugin_of("rewards", key, rest)
-        return plugin and keys and RewardPlugin(plugin.key, plugin.config, plugin.cls, keys)
+        return (
+            RewardPlugin(plugin.key, plugin.config, plugin.cls, keys) if plugin and keys else None
+        )
 
     train, train_keys = [], []
     for i, section in enumerate(config.data.train):
@@ -256,7 +259,7 @@ def find_plugin(
         own = "(one of your own: its dotted path, 'my_package.my_plugin')"
         stated = "missing" if name is None else f"no plugin {name!r} in rl/{kind}"
         return None, [f"{key}.type: {stated}; {hint} {own}"]
-    cls, wrong = find.import_plugin(class_of(kind, name) if name in known else name)
+    cls, wrong = find.import_plugin(class_path(kind, name) if name in known else name)
     if not wrong:
         cls, wrong = find.plugin_class(cls, PLUGIN_BASES[kind])
     if wrong:
@@ -285,7 +288,7 @@ def ask_plugin(plugin: Plugin[Any], member: str, *arguments: Any) -> tuple[Any, 
     return result, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
-def class_of(kind: str, name: str) -> str:
+def class_path(kind: str, name: str) -> str:
     """Dotted path of a shipped plugin's class."""
     return f"rl.{kind}.{SHIPPED[kind][name]}"
 
@@ -301,8 +304,8 @@ def claims(resolved: Resolved) -> list[Claim]:
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:
-    """Iterations of the whole run, so many that every row of `num_epochs` epochs is drawn;
-    `num_samples` is the training mixture's length."""
+    """Iterations of the whole run. From `num_epochs`: rounded up, so that no row of the last epoch
+    is left out; `num_samples` is the training mixture's length."""
     if config.num_iterations is not None:
         return config.num_iterations
     assert config.num_epochs is not None, "compatibility_problems refuses a config with neither"
@@ -319,7 +322,7 @@ def prompt_template(config: Mapping[str, Any]) -> PromptTemplate | None:
         name = str(section.get("type")) if isinstance(section, Mapping) else ""
         if name not in SHIPPED[kind]:
             return None
-        cls, _ = find.import_plugin(class_of(kind, name))
+        cls, _ = find.import_plugin(class_path(kind, name))
         parts.append((cls, validate(cls.Config, section, at=key)[0]))
     (renderer, renderer_config), (policy, policy_config) = parts
     if renderer_config is None or policy_config is None:
@@ -416,7 +419,9 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
     if "max_pictures" in type(renderer.config).model_fields:
         alternative = "raise renderer.max_pictures"
     checked = {}
-    with suppress(OSError):  # an older start's; the ranks then check the rows themselves
+    with suppress(OSError):
+        # The variable may be inherited from an older start, whose file is gone; then the ranks
+        # check the rows.
         checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
     return RowRules(
         data.on_bad_row,
@@ -435,14 +440,16 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
 def build_data(resolved: Resolved, plugins: Sequence[Plugin[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
-    Raises ValueError for a source that cannot be opened, is empty or has a bad row.
+    Raises ValueError for a source that cannot be opened, is empty or has a bad row that
+    `data.on_bad_row` does not leave out.
     """
     rules = row_rules(resolved)
     return [open_source(plugin, rules) for plugin in plugins]
 
 
 def open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
-    """The source. Raises ValueError if it cannot be opened, is empty or has a bad row."""
+    """The source. Raises ValueError if it cannot be opened, is empty or has a bad row that
+    `data.on_bad_row` does not leave out."""
     at = f"{plugin.key}: {plugin.name}"
     try:
         source = plugin.cls(plugin.config, rules)
@@ -488,18 +495,21 @@ def naming_plugins(resolved: Resolved) -> Iterator[None]:
         traceback.print_exception(error)
         text = f"{name} raises {find.described(error)}"
         if advice := signals.sentence(error):  # a full disk or memory
-            text += f"; {advice.partition(':')[2].strip()}"
+            text += f"; {advice.partition(':')[2].strip()}"  # without 'this run cannot go on:'
         raise RuntimeError(text) from None
 
 
 def _raising_plugin(resolved: Resolved, error: BaseException) -> str:
-    """Key and name of the user's plugin whose class or function raised the error, or ''. The jobs
-    of a renderer run the loop's own code, whose errors are not the renderer's."""
+    """Key and name of the user's plugin whose class or function raised the error, or ''. Frames of
+    the loop (`LOOP`) end the search: what it does inside a renderer's job is not the renderer's
+    error."""
     loss = resolved.config.algorithm.loss
-    codes_of = {f"algorithm.loss: {loss}": {loss.rpartition(".")[::2]}}
+    module, _, name = loss.rpartition(".")
+    codes_of = {f"algorithm.loss: {loss}": {(module, name)}}
     for plugin in resolved.plugins:
-        own = {(cls.__module__, cls.__name__) for cls in plugin.cls.__mro__}
-        codes_of[f"{plugin.key}: {plugin.name}"] = own
+        codes_of[f"{plugin.key}: {plugin.name}"] = {
+            (cls.__module__, cls.__name__) for cls in plugin.cls.__mro__
+        }
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = str(frame.f_globals.get("__name__"))
         if module.startswith(LOOP):

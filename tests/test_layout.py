@@ -30,7 +30,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
 PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.SHIPPED[folder]]
 ALL_PLUGS = [
-    *((folder, build.class_of(folder, name)) for folder, name in PLUGS),
+    *((folder, build.class_path(folder, name)) for folder, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
 ]
 """(folder, dotted path) of all shipped plugins, with those of the tiny world."""
@@ -255,7 +255,7 @@ SHORT = {
 
 
 def test_files_are_neither_scraps_nor_endless() -> None:
-    plugins = {build.class_of(folder, name).split(".")[-2] + ".py" for folder, name in PLUGS}
+    plugins = {build.class_path(folder, name).split(".")[-2] + ".py" for folder, name in PLUGS}
     lines = {file: file.read_text().count("\n") for file in SOURCES}
     exempt = {"__init__.py", *SHORT, *plugins}
     assert not [file for file, n in lines.items() if n < 60 and file.name not in exempt]
@@ -263,7 +263,7 @@ def test_files_are_neither_scraps_nor_endless() -> None:
 
 
 def test_a_plugin_imports_no_other_plugin() -> None:
-    homes = {build.class_of(folder, name).rpartition(".")[0] for folder, name in PLUGS}
+    homes = {build.class_path(folder, name).rpartition(".")[0] for folder, name in PLUGS}
     wrong = [
         each.place
         for each in imports()

@@ -2,12 +2,13 @@
 
 In a picture of h x w codes, the k-th token after the image token (k = 0, 1, ...) is:
 
-    k < h (w + 1)       row k // (w + 1): end_of_row at column w, a visual id at the columns before
+    k < h (w + 1)       row k // (w + 1), column k % (w + 1): end_of_row at column w, a visual id
+                        before it
     k = h (w + 1)       end_of_frame
     k = h (w + 1) + 1   end_of_image
     k > h (w + 1) + 1   end_of_sequence, at which the sampler stops
 
-Axes: `_B` rows (completions decoded together), `_V` vocabulary.
+Axes: `_B` completions decoded together, `_V` vocabulary.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from rl.api.types import ImageVocabulary
 LANGUAGE = -1
 """Any id below `visual_start`: the image token has not been written yet."""
 VISUAL = -2
-"""Any image code: an id from `visual_start` to `visual_end`."""
+"""Any image code: an id in [visual_start, visual_end)."""
 ANY = -3
-"""No constraint: the row has no grid (its height is 0)."""
+"""No constraint: the completion has no grid (its height is 0)."""
 
 NO_IMAGE_YET = -1
-"""`num_after_image` of a row whose image token has not been written."""
+"""`num_after_image` of a completion whose image token has not been written."""
 
 
-def grammar_ids(
+def allowed_kinds(
     num_after_image: torch.Tensor,
     heights: torch.Tensor,
     widths: torch.Tensor,
     vocabulary: ImageVocabulary,
 ) -> torch.Tensor:
-    """[B] int64: which ids each row may write next: a forced id (>= 0), LANGUAGE, VISUAL or ANY.
+    """[B] int64: what each completion may write next: a forced id (>= 0), LANGUAGE, VISUAL or ANY.
 
     `num_after_image` [B] int64: tokens written after the image token, NO_IMAGE_YET before it;
-    `heights`, `widths` [B] int64: the grid in codes, height 0 for a row without one. Elementwise.
+    `heights`, `widths` [B] int64: the grid in codes, height 0 for one without. Elementwise.
     """
     num_in_rows = heights * (widths + 1)
     at_row_end = num_after_image % (widths + 1) == widths
@@ -54,13 +55,13 @@ def grammar_ids(
 def advance(
     num_after_image: torch.Tensor, token_ids: torch.Tensor, vocabulary: ImageVocabulary
 ) -> torch.Tensor:
-    """[B] int64: `num_after_image` once each row's `token_ids` [B] int64 is written."""
+    """[B] int64: `num_after_image` once each completion's `token_ids` [B] int64 is written."""
     starts_picture = (num_after_image == NO_IMAGE_YET) & (token_ids == vocabulary.image)
     return num_after_image + (starts_picture | (num_after_image >= 0)).long()
 
 
 def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: ImageVocabulary) -> None:
-    """Set to -inf, in place, the logits of all ids that `kinds` [B] (of `grammar_ids`) forbids.
+    """Set to -inf, in place, the logits of all ids that `kinds` [B] (of `allowed_kinds`) forbids.
 
     A forced id gets logit 0, so that its log-prob is exactly 0 at any temperature and whatever its
     logit bias. Three slices are filled under a [B, 1] condition: no [B, V] mask is allocated, and
@@ -88,5 +89,5 @@ def forced_tokens(
     num_before = token_ids.index(vocabulary.image) + 1
     num_after = torch.arange(len(token_ids) - num_before)
     height, width = (torch.full_like(num_after, side) for side in grid)
-    forced = grammar_ids(num_after, height, width, vocabulary) >= 0
+    forced = allowed_kinds(num_after, height, width, vocabulary) >= 0
     return (False,) * num_before + tuple(forced.tolist())

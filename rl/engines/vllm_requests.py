@@ -13,7 +13,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from rl.api.image_grammar import ANY, NO_IMAGE_YET, forced_tokens, grammar_ids, mask_logits_
+from rl.api.image_grammar import ANY, NO_IMAGE_YET, allowed_kinds, forced_tokens, mask_logits_
 from rl.api.types import Completion, ImageVocabulary, Prompt
 from rl.engines.vllm_process import GRID, VOCABULARY
 from rl.files import digest
@@ -133,7 +133,7 @@ class V1Grammar(V1LogitsProcessor):
         ]
         heights, widths, num_after = torch.tensor(positions).unbind(1)
         kinds = torch.full((logits.shape[0],), ANY)
-        kinds[list(self._requests)] = grammar_ids(num_after, heights, widths, self._vocabulary)
+        kinds[list(self._requests)] = allowed_kinds(num_after, heights, widths, self._vocabulary)
         mask_logits_(logits, kinds.to(self._device), self._vocabulary)
         return logits
 
@@ -189,6 +189,6 @@ class V2Grammar(V2LogitsProcessor):
         image_at = torch.minimum(self._image_at[slots], torch.where(opens, ctx.pos, self.NEVER))
         self._image_at[slots] = image_at
         heights, widths = self._grids[:, slots].unbind(0)
-        kinds = grammar_ids(ctx.pos - image_at, heights, widths, self._vocabulary)
+        kinds = allowed_kinds(ctx.pos - image_at, heights, widths, self._vocabulary)
         mask_logits_(logits, kinds, self._vocabulary)
         return logits

@@ -141,7 +141,7 @@ def shipped_rows() -> dict[str, Metric]:
     rows: dict[str, Metric] = {}
     for kind, key in _CONFIG_KEYS.items():
         for name in build.SHIPPED[kind]:
-            plugin, _ = find.import_plugin(build.class_of(kind, name))
+            plugin, _ = find.import_plugin(build.class_path(kind, name))
             for suffix, metric in plugin.metrics.items():
                 rows[prefix_of(key) + suffix] = Metric(metric.unit, f"{name}: {metric.meaning}")
     return rows

@@ -100,7 +100,7 @@ def resolved(
 def _plugin(name: str) -> type[Any]:
     """Raises ConfigError unless `name` is a policy or an engine, shipped or by its dotted path."""
     for kind in ("policies", "engines"):
-        name = build.class_of(kind, name) if name in build.SHIPPED[kind] else name
+        name = build.class_path(kind, name) if name in build.SHIPPED[kind] else name
     if not find.is_dotted_path(name):
         raise ConfigError([f"{name}: neither a policy nor an engine is so named"])
     target, problems = find.import_plugin(name)

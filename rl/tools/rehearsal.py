@@ -575,7 +575,7 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
         picture = [vocabulary.image]
         while picture[-1] != vocabulary.end_of_sequence:
             after = torch.tensor([len(picture) - 1])
-            kind = int(image_grammar.grammar_ids(after, height, width, vocabulary))
+            kind = int(image_grammar.allowed_kinds(after, height, width, vocabulary))
             code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
             picture.append(code if kind == image_grammar.VISUAL else kind)
         words = num_tokens - len(picture)

@@ -11,8 +11,8 @@ from rl.api.image_grammar import (
     NO_IMAGE_YET,
     VISUAL,
     advance,
+    allowed_kinds,
     forced_tokens,
-    grammar_ids,
     mask_logits_,
 )
 from rl.api.types import ImageVocabulary
@@ -34,7 +34,7 @@ NUM_IDS = 16
 def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
     num = torch.tensor(num_after_image)
     grid = (torch.full_like(num, height), torch.full_like(num, width))
-    return grammar_ids(num, *grid, VOCABULARY).tolist()
+    return allowed_kinds(num, *grid, VOCABULARY).tolist()
 
 
 def test_only_language_before_the_image_token_and_anything_without_a_grid():
@@ -58,7 +58,7 @@ def test_the_count_starts_at_the_first_image_token():
 def test_rows_of_different_grids_do_not_mix():
     num = torch.tensor([2, 2, 2, -1, 2])
     heights, widths = torch.tensor([[1, 1, 3, 3, 0], [1, 2, 3, 3, 0]])
-    kinds = grammar_ids(num, heights, widths, VOCABULARY)
+    kinds = allowed_kinds(num, heights, widths, VOCABULARY)
     assert kinds.tolist() == [EOF, EOL, VISUAL, LANGUAGE, ANY]
 
 

@@ -11,7 +11,7 @@ from tiny_run import run_config
 
 from rl.api.find import import_plugin, plugin_class
 from rl.api.policy import LoraSection
-from rl.build import PLUGIN_BASES, SHIPPED, class_of
+from rl.build import PLUGIN_BASES, SHIPPED, class_path
 from rl.check.compatibility import HARMLESS, NOTED, SCHEDULE, check_resume
 from rl.config.schema import PluginSection, RunConfig, Section
 
@@ -124,7 +124,7 @@ def plugin_keys(directory: str) -> set[str]:
     """The keys of the shipped plugins' sections."""
     keys = set()
     for name in SHIPPED[directory]:
-        module, _ = import_plugin(class_of(directory, name))
+        module, _ = import_plugin(class_path(directory, name))
         cls, problems = plugin_class(module, PLUGIN_BASES[directory])
         assert cls is not None, problems
         keys |= set(cls.Config.model_fields)
