@@ -263,6 +263,9 @@ def _finite(leaf: Any) -> Any:
 MAX_AREA_PX = 50_000_000
 """Limit of pixels of a picture: a file of 1 KB can decode to any number, at up to 20 bytes each."""
 
+MAX_SIDE_SUM = 14.3
+"""At least (width + height) / sqrt(area) of any picture up to 200:1 (14.21), rounded up."""
+
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""Qwen-VL's prompts, pictures and files; thoughts; which rows no prompt can be built of."""
+"""Qwen-VL's prompts, pictures and files; thoughts; rows of which no prompt can be built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl.api.types import (
     UnusableSampleError,
 )
 from rl.config.schema import MAX_COUNT
-from rl.files import digest, over_white, size_of_area
+from rl.files import MAX_SIDE_SUM, digest, over_white, size_of_area
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
 from rl.progress import weights_counted
@@ -53,10 +53,11 @@ class Written:
     text: str
     """The whole completion, without special tokens and surrounding white space."""
     thought: str
-    """The start of `text` up to the marker and the white space after it; '' without a thought."""
+    """The start of `text` up to the marker and the white space after it; '' without a thought; all
+    of `text` if no marker ended it."""
     num_thought_tokens: int
-    """Number of tokens before the first one that holds part of the words; all of them if there
-    is not a marker."""
+    """Number of tokens before the first one that holds part of the words; 0 without a thought; all
+    of them if no marker ended it."""
     word_ids: tuple[int, ...]
     """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
     failure: str | None
@@ -79,7 +80,7 @@ class Thinking:
         self._marker_ids: list[int] = []
         after = prompts.template.text.partition("{instruction}")[2]
         self._ids_after = prompting.ids_of(prompts.tokenizer, after)
-        """What a prompt has behind the instruction."""
+        """Ids of the template's text behind the instruction."""
         if section is None:
             return
         self._marker_ids = prompting.ids_of(prompts.tokenizer, section.marker)
@@ -126,6 +127,7 @@ class Thinking:
         return replace(prompt.plain, token_ids=(*prompt.token_ids, *self._marker_ids))
 
     def words_of_cut(self, completion: Completion) -> Completion:
+        """The words in a completion of `cut_short`'s prompt; log-probs 0, meaningless."""
         ids = self._words_after(completion.token_ids, 0)[1]
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
@@ -183,6 +185,7 @@ class Thinking:
         after = next(n for n in range(low, len(ids) + 1) if words.endswith(self._decoded(ids[n:])))
         beginning = words.removesuffix(self._decoded(ids[after:]))
         retokenized = prompting.plain_ids(self._prompts.tokenizer, beginning)
+        # The token before `low` holds the border.
         return low - 1, (*retokenized, *ids[after:])
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -214,6 +217,14 @@ class Thinking:
 
 # ---- qwen vl pictures ----------------------------------------------------------------------------
 # The vision tower's features of pictures; a frozen tower encodes each picture only once.
+#
+# Axes: `N_img` image tokens of a picture, `W` values of a token's features.
+
+MAX_KEPT_PICTURES = 64
+"""Entries of each of two caches on the device: features of pictures (while the vision tower is
+frozen), and embeddings of negative prompts. A picture of 1024 x 1024 px takes about 10 MB (34 MB in
+Qwen3-VL 8B). If a rank has more prompts than this in an iteration, their pictures are encoded
+again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,8 +282,8 @@ class PictureFeatures:
     """The features of one vision tower; while it is frozen, those of the last pictures are kept."""
 
     def __init__(self, tower: Tower, trained: bool) -> None:
-        """`trained`: whether any weight of the tower is trained, as of now: inside
-        `Policy.reference`, an adapter's parameters would look frozen."""
+        """`trained`: whether any weight of the tower is trained. Stated once, because inside
+        `Policy.reference` the adapter looks frozen."""
         self._tower = tower
         self._trained = trained
         self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(MAX_KEPT_PICTURES)
@@ -341,15 +352,10 @@ def _blank(visual: Any) -> Picture:
 # The keys of the Qwen-VL policies; loads their weights, tokenizer and image processor.
 
 FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))
-"""Files of which each model has one of each kind: of the tokenizer, of the image processor."""
-
+"""Kinds of files; each model has one file of each: tokenizer, image processor."""
 
 TEXT_ENCODER = "text_encoder"
 """Subfolder of an editor's text encoder."""
-MAX_KEPT_PICTURES = 64
-"""Pictures whose features (while the vision tower is frozen) and negative embeddings are kept on
-the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a rank has more
-prompts than this in an iteration, their pictures are encoded again."""
 
 
 class Config(TrainedPolicyConfig):
@@ -360,7 +366,7 @@ class Config(TrainedPolicyConfig):
     init_text_encoder_from: str = ""
     """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
     freeze_vision_tower: bool = True
-    """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
+    """False: also train the vision tower (full), or adapt those of its layers that `lora` names."""
     system_prompt: str = "You are a helpful assistant."
     """For renderers that bring no template of their own; '' = no system turn."""
     conditioning: Annotated[Literal["policy", "base"], NO_STATES] = "policy"
@@ -422,8 +428,6 @@ def load_model(config: Config) -> Any:
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
 MAX_RESIZES = 20
 """A size that changes after so many resizes never settles; the thinnest pictures need six."""
-MAX_SIDE_SUM = 14.3
-"""(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
 
 
 def no_picture(sample: Sample) -> UnusableSampleError:
@@ -543,7 +547,9 @@ class QwenPrompts:
             )
         size, bounds = (height, width), self.image_processor.size
         least_px, most_px = bounds["shortest_edge"], bounds["longest_edge"]
-        for _ in range(MAX_RESIZES):  # the processor may shrink its own result of a thin picture
+        for _ in range(
+            MAX_RESIZES
+        ):  # the processor may shrink its own result of a thin picture again
             before, size = size, smart_resize(*size, self._token_px, least_px, most_px)
             if size == before:
                 return size[1], size[0]
@@ -568,8 +574,8 @@ class QwenPrompts:
 
     @property
     def picture_bounds(self) -> tuple[int, int]:
-        """(smallest, largest) area of a prompt's picture, px: the processor's bounds; the upper one
-        is lower if the template's area, after all rounding of the sides, stays below it."""
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds. With a
+        template's area, the upper one is at most that area plus the rounding of the sides."""
         size = self.image_processor.size
         smallest, largest = size["shortest_edge"], size["longest_edge"]
         if (area := self.template.image_area_px) is not None:
@@ -617,8 +623,8 @@ def load_prompts(config: Config, template: PromptTemplate) -> QwenPrompts:
 
 MAX_SAFE_RATIO = 100
 """Largest ratio of a picture's sides that no rounding brings to the processor's limit of 200."""
-MIN_PX = 2**16
-"""The largest minimal area of a published image processor, Qwen3-VL's."""
+MAX_MIN_PX = 2**16
+"""The largest minimal area of a published image processor, px: Qwen3-VL's."""
 MARGIN = 16
 """Tokens by which a text may grow where the template and the instruction meet."""
 _SPECIAL = re.compile(r"<\|\w+\|>")
@@ -643,6 +649,7 @@ class QwenRowCheck:
     ) -> bool:
         if self._template.needs_picture and not sizes:
             raise no_picture(Sample(identity, instruction))
+        # NFC, as Qwen's tokenizer does.
         text = unicodedata.normalize("NFC", instruction) + self._text(len(sizes))
         most = len(text.encode()) + sum(map(self._most_tokens, sizes)) + MARGIN
         if most <= self._config.max_prompt_tokens:
@@ -671,7 +678,7 @@ class QwenRowCheck:
         if size is not None:
             if (area := self._template.image_area_px) is not None:
                 size = size_of_area(*size, area, self._template.image_multiple_px)
-            least_px = self._config.image_min_pixels or MIN_PX
+            least_px = self._config.image_min_pixels or MAX_MIN_PX
             scale = max(1.0, math.sqrt(least_px / math.prod(size)))
             most_px = min(most_px, math.prod(side * scale + self._slot_px for side in size))
         return most_px // self._slot_px**2 if most_px < math.inf else math.inf

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
+from rl.files import MAX_SIDE_SUM
 from rl.renderers.diffusion_renderer import shape_of
 from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
 from rl.renderers.qwen_image_config import (
@@ -19,7 +20,8 @@ from rl.renderers.qwen_image_config import (
 )
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-"""The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""
+"""The system turn. Later states depend on its tokens (14 with Qwen's tokenizer); its own states are
+not given to the DiT."""
 
 HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
 
@@ -27,8 +29,6 @@ PLANNED_TEXT_TOKENS = 512
 """Text tokens per row that the memory plan assumes."""
 FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
 """Tensors [tokens, width] alive in a forward; channels of the decoder's full-size feature maps."""
-MAX_SIDE_SUM = 14.3
-"""(width + height) / sqrt(area) of a 200:1 picture."""
 
 
 class QwenImage21(QwenImage[Config]):
@@ -77,17 +77,19 @@ class QwenImage21(QwenImage[Config]):
                 f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens "
                 "one to one; set both to one value"
             )
-        # Sides are rounded to multiples of 32 px, at least 32; no picture is thinner than 200:1.
+        # Sides become multiples of 32 px, at least 32: rounding takes at most 16 px off a side, and
+        # adds at most 32 (to a thin one).
         area_px = config.condition_area_px
-        side_px = int(MAX_SIDE_SUM * area_px**0.5)
-        ends = {"min": max(32**2, area_px - 16 * side_px), "max": area_px + 32 * side_px + 32**2}
+        sides_px = int(MAX_SIDE_SUM * area_px**0.5)
+        ends = {"min": max(32**2, area_px - 16 * sides_px), "max": area_px + 32 * sides_px + 32**2}
         for end, extreme_px in ends.items():
-            bound = run.policy.get(f"image_{end}_pixels")
-            if bound and (bound > extreme_px if end == "min" else bound < extreme_px):
+            bound = run.policy.get(f"image_{end}_pixels") or extreme_px
+            is_crossed = bound > extreme_px if end == "min" else bound < extreme_px
+            if is_crossed:
                 problems.append(
-                    f"condition_area_px: {area_px}, but policy.image_{end}_pixels is {bound}, and "
-                    f"both must see a picture at one size; set policy.image_{end}_pixels: "
-                    f"{extreme_px}"
+                    f"condition_area_px: {area_px}, but policy.image_{end}_pixels is {bound}, "
+                    "which would resize a picture for the policy and not for the VAE; set "
+                    f"policy.image_{end}_pixels: {extreme_px}"
                 )
         try:
             step_problem = wrong_steps(config, sigmas_of_folder(config))
@@ -97,10 +99,11 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def cost(cls, config: Config) -> ModelCost:
-        """Alive in the transformer: the keys and values of `max_pictures` sources and of each
-        row's text (twice with guidance), and about 18 tensors of [tokens, width] for the drawn
-        pictures or for the sources, whichever have more tokens; in the VAE: about 8 feature maps
-        of twice 144 channels."""
+        """Values alive at the peak: in the transformer, the keys and values of `max_pictures`
+        sources and of each row's text (twice with guidance), and about 18 tensors of [tokens,
+        width] for the drawn pictures or for the sources, whichever have more tokens; in the VAE,
+        about 8 feature maps of twice 144 channels, of one large picture or of several small ones
+        (`in_slices`)."""
         layers, width = shape_of(config, HUB_SHAPE)
         drawn_px, source_px = output_area_px(config), config.condition_area_px
         drawn, source = drawn_px / PATCH_PX**2, source_px / PATCH_PX**2

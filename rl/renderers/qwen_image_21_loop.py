@@ -62,8 +62,8 @@ def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
     """[T, 3] int64: positions of the tokens of `pieces`, from `start` on.
 
     A text token's position is the same on all three axes, and 1 higher than that of the token
-    before it. All tokens of a picture have one position on axis 0; axes 1 and 2 are row and column,
-    counted from the picture's middle.
+    before it. All tokens of a picture have one position on axis 0; axes 1 and 2 are row and column
+    minus half the side, rounded up (-2, -1, 0 for 3).
     """
     positions_of_pieces = [torch.empty(0, 3, dtype=torch.long)]
     for piece in pieces:
@@ -126,9 +126,9 @@ class Row:
 class Conditioning:
     """Inputs that are the same in all steps, of rows with equal starts."""
 
-    start: list[KeysValues]
+    shared: list[KeysValues]
     """Per layer, keys and values of the start, which all rows share; [] without pictures."""
-    words: list[KeysValues]
+    rest: list[KeysValues]
     """Per layer, keys and values of the tokens after the start, row by row."""
     text_lens: tuple[int, ...]
     """Number of these tokens of each row; they add up to T."""
@@ -151,7 +151,7 @@ class Modulation:
 
 
 class Denoiser:
-    """Computes keys and values of text and sources once per batch, and velocities from latents.
+    """Computes keys and values of text and sources once per group, and velocities from latents.
 
     Text and sources are modulated as at timestep 0 and attend to no later token, so their keys and
     values are the same in all steps. The start, equal in all rows of a forward, is computed once.
@@ -176,32 +176,32 @@ class Denoiser:
         """Compute the inputs that are the same in all steps, of rows with equal starts whose drawn
         pictures have `shape` (rows, columns) in latents."""
         pieces, start_len = rows[0].pieces, rows[0].start_len
-        words_R = [row.states[start_len:] for row in rows]
-        text_lens = tuple(map(len, words_R))
-        start: list[KeysValues] = []
+        rest_R = [row.states[start_len:] for row in rows]
+        text_lens = tuple(map(len, rest_R))
+        shared: list[KeysValues] = []
         if start_len:
-            start = self._keys_and_values(
+            shared = self._keys_and_values(
                 self._embed(rows[0]),
                 self._rotary(positions(pieces)),
                 lambda _, heads: _attend_in_order(pieces, *heads),
             )
         first = end_of(pieces)
         runs = Runs(text_lens, text_lens, causal=True)
-        words = self._keys_and_values(
-            self._model.txt_in(torch.cat(words_R)),
+        rest = self._keys_and_values(
+            self._model.txt_in(torch.cat(rest_R)),
             self._rotary(torch.cat([positions([length], first) for length in text_lens])),
             lambda layer, heads: self._attend(
-                heads[0], heads[1:], runs, start[layer] if start else None
+                heads[0], heads[1:], runs, shared[layer] if shared else None
             ),
         )
         drawn_R = [positions([shape], first + length) for length in text_lens]
-        return Conditioning(start, words, text_lens, self._rotary(torch.cat(drawn_R)))
+        return Conditioning(shared, rest, text_lens, self._rotary(torch.cat(drawn_R)))
 
     def velocity(
         self, latents: torch.Tensor, cond: Conditioning, timestep: torch.Tensor
     ) -> torch.Tensor:
-        """[R, N, channels] noisy latents -> [R, N, channels]; `timestep`: the scheduler's, 1000
-        down to 0."""
+        """[R, N, channels] noisy latents -> [R, N, channels]; `timestep` [] float: the
+        scheduler's, 1000 down to 0."""
         num_rows, num_each = latents.shape[:2]
         # Stock rounds the timestep to the latents' dtype before dividing.
         modulation = self._modulation(timestep.to(latents.dtype) / 1000)
@@ -210,23 +210,21 @@ class Denoiser:
         )
         tokens = self._model.img_in(latents).flatten(0, 1)
         for layer, block in enumerate(self._model.transformer_blocks):
-            queries, *own_keys = before_attention(
+            queries, own_keys, own_values = before_attention(
                 block, tokens, modulation, cond.rotary, num_queries=len(tokens)
             )
-            keys, values = (
-                _row_by_row(text, drawn, cond.text_lens)
-                for text, drawn in zip(cond.words[layer], own_keys, strict=True)
-            )
-            start = cond.start[layer] if cond.start else None
-            attention_out = self._attend(queries, (keys, values), runs, start)
+            keys = _row_by_row(cond.rest[layer][0], own_keys, cond.text_lens)
+            values = _row_by_row(cond.rest[layer][1], own_values, cond.text_lens)
+            shared = cond.shared[layer] if cond.shared else None
+            attention_out = self._attend(queries, (keys, values), runs, shared)
             tokens = after_attention(block, tokens, modulation, attention_out)
-        model = self._model
-        normed = _norm(tokens, modulation.out_scale, model.config.eps)
-        velocity: torch.Tensor = model.proj_out(normed)
+        normed = _norm(tokens, modulation.out_scale, self._model.config.eps)
+        velocity: torch.Tensor = self._model.proj_out(normed)
         return velocity.unflatten(0, (num_rows, num_each))
 
     def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Positions [T, 3] -> [T, 1, E / 2, 2] float32, cosine and sine."""
+        # Negative positions index from the table's end, where stock keeps them.
         indices = positions_T.to(self._rotary_axes[0].device).unbind(-1)
         angles = [axis[index] for axis, index in zip(self._rotary_axes, indices, strict=True)]
         return torch.cat(angles, dim=-2).unsqueeze(1)
@@ -272,13 +270,13 @@ class Denoiser:
         return kept
 
     def _attend(
-        self, queries: torch.Tensor, own: KeysValues, runs: Runs, start: KeysValues | None
+        self, queries: torch.Tensor, own: KeysValues, runs: Runs, shared: KeysValues | None
     ) -> torch.Tensor:
         """[T, D]: attention of each row's queries to its own keys and to the start."""
         out, lse = self._kernel.forward(queries, *own, runs)
-        if start is not None:
-            across = Runs((len(queries),), (len(start[0]),), causal=False)
-            out, _ = join(out, lse, *self._kernel.forward(queries, *start, across))
+        if shared is not None:
+            across = Runs((len(queries),), (len(shared[0]),), causal=False)
+            out, _ = join(out, lse, *self._kernel.forward(queries, *shared, across))
         return out.flatten(1)
 
 
@@ -373,8 +371,8 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, job)
         _check_picture_lengths(payload, sizes)
-        states = [payload.embeds, *filter(torch.is_tensor, [payload.negative_embeds])]
-        num_text = max(map(len, states)) - sum(map(len, payload.pictures))
+        negative_len = 0 if payload.negative_embeds is None else len(payload.negative_embeds)
+        num_text = max(len(payload.embeds), negative_len) - sum(map(len, payload.pictures))
         pictures = [*map(latent_shape, sizes), latent_shape(bucket)]
         return end_of([num_text, *pictures]), NUM_POSITIONS
 
@@ -390,22 +388,23 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
     def _draw(
         self, jobs: Sequence[RenderJob], rows_B: Sequence[Sequence[Row]], size: Size
     ) -> torch.Tensor:
-        """Denoised latents [B, C, h, w] of the jobs' pictures; `rows_B`: of each job, as `_rows`
-        gives them."""
+        """Denoised latents [B, channels, h, w] of the jobs' pictures; `rows_B`: of each job, as
+        `_rows` gives them."""
         transformer, shape = self.parts.transformer, latent_shape(size)
         channels, scale = transformer.config.in_channels, self.config.true_cfg_scale
         noise = seeded_noise((job.noise_seed for job in jobs), (channels, *shape))
         latents = noise.flatten(2).transpose(1, 2).to(transformer.device, transformer.dtype)
+        # One Conditioning for the prompts and, with guidance, one for the negative prompts.
         given = [self._denoiser.prepare(rows, shape) for rows in zip(*rows_B, strict=True)]
         scheduler = self._prepared_scheduler(latents.shape[1])
 
         def velocity(step: int, x: torch.Tensor) -> torch.Tensor:
-            """Guided as in Ho & Salimans 2022, eq. 6."""
+            """Guided as in Ho & Salimans 2022, eq. 6, with scale = 1 + w."""
             timestep = scheduler.timesteps[step]
-            positive, *others = (self._denoiser.velocity(x, part, timestep) for part in given)
-            for negative in others:
-                positive = negative + scale * (positive - negative)
-            return positive
+            positive, *negatives = (self._denoiser.velocity(x, part, timestep) for part in given)
+            if not negatives:
+                return positive
+            return negatives[0] + scale * (positive - negatives[0])
 
         return denoise(latents, scheduler, velocity).transpose(1, 2).unflatten(2, shape)
 
@@ -449,9 +448,11 @@ def in_groups(
     """The jobs and their rows, in groups of adjacent jobs whose rows have equal starts; all rows
     without pictures have equal starts."""
     groups: list[tuple[list[RenderJob], list[Sequence[Row]]]] = []
+    first_rows: Sequence[Row] = ()
     for job, rows in zip(jobs, rows_B, strict=True):
-        if not groups or not all(map(Row.starts_like, groups[-1][1][0], rows)):
+        if not groups or not all(map(Row.starts_like, first_rows, rows)):
             groups.append(([], []))
+            first_rows = rows
         groups[-1][0].append(job)
         groups[-1][1].append(rows)
     return groups

@@ -159,9 +159,9 @@ def test_the_sources_of_a_group_are_processed_once(parts: Parts) -> None:
     prepared = renderer._denoiser.prepare([row for row, *_ in group], (8, 4))
     first = rows[0][0].start_len
     start = first + 3 * sum(len(span) for span in jobs[0].payload.pictures)
-    assert {len(part) for layer in prepared.start for part in layer} == {start}
-    num_words = sum(len(job.payload.embeds) - first for job in jobs)
-    assert {len(layer[0]) for layer in prepared.words} == {num_words}
+    assert {len(part) for layer in prepared.shared for part in layer} == {start}
+    num_rest = sum(len(job.payload.embeds) - first for job in jobs)
+    assert {len(layer[0]) for layer in prepared.rest} == {num_rest}
 
 
 def test_the_groups_of_a_batch_are_drawn_one_after_the_other(
