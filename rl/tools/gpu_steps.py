@@ -16,10 +16,11 @@ from rl.api.engine import EngineClaim
 from rl.api.types import Completion, PackedGroup
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
-from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, sync
+from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, SyncReport, sync
 from rl.policies.attention import Packing, attention
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loop
+from rl.renderers.qwen_image_21_config import TOKENS_PER_SLOT
 from rl.renderers.qwen_image_21_loop import PromptImage, Row
 from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
 from rl.tools.gpu_checks import Line, Setup, result
@@ -28,11 +29,11 @@ from rl.train import sampling_params
 # ---- gpu engines ---------------------------------------------------------------------------------
 # Steps `vllm_*`: vLLM on the small policies: weight sync, seeds, the image grammar, sleep.
 
-INSTEAD = {"engine.type": "transformers"}
-FIX = "set engine.type=transformers"
-AWAKE = {"engine.residency": "resident"}
+USE_TRANSFORMERS = {"engine.type": "transformers"}
+USE_TRANSFORMERS_FIX = "set engine.type=transformers"
 CLAIM = EngineClaim(cache_bytes=256 << 20, share=0.01)
-"""Given a cache size, vLLM does not profile: it would count what the steps beside it allocate."""
+"""With a stated cache size vLLM does not profile memory, which would count what the steps beside it
+allocate."""
 
 
 class Opened:
@@ -52,14 +53,16 @@ class Opened:
         self.learner = Learner(self.policy, self.config, dist, num_iterations=1)
 
     def sample(self) -> list[Completion]:
-        """Of both prompts, with the same seeds each time."""
-        self.engine.load_weights(self.learner.export_weights())  # forgets the prompts, as a sync
+        """Completions of both prompts, with the same seeds each time."""
+        # As a sync does: drops the engine's cache of the prompts.
+        self.engine.load_weights(self.learner.export_weights())
         params = sampling_params(self.config)
         groups = self.engine.generate(self.prompts, params, [7, 7000])
         return [completion for group in groups for completion in group]
 
 
 def repeats(before: Sequence[Completion], after: Sequence[Completion]) -> tuple[bool, str]:
+    """(whether all completions are equal, a note)."""
     same = sum(a.token_ids == b.token_ids for a, b in zip(before, after, strict=True))
     return same == len(before), f"{same} of {len(before)} completions repeat"
 
@@ -72,18 +75,27 @@ def engine(setup: Setup, name: str, config_name: str) -> Iterator[Line]:
         policy = opened.policy
         graphs = "eager" if setup.tiny else "with CUDA graphs"
         yield result(f"{what}start", True, f"{setup.dtype}, {graphs}")
-        temperature = opened.config.sampling.temperature
-        syncs = partial(
-            sync, opened.engine, opened.learner, opened.prompts[0], setup.dtype, temperature
+        sync_again = partial(
+            sync,
+            opened.engine,
+            opened.learner,
+            opened.prompts[0],
+            setup.dtype,
+            opened.config.sampling.temperature,
         )
-        yield weight_sync(f"{what}weight sync", syncs, policy.module, setup.dtype)
+        yield weight_sync(f"{what}weight sync", sync_again, policy.module, setup.dtype)
         before = opened.sample()
-        fix = f"no resume is exact on this machine with vLLM; {FIX}"
-        yield result(f"{what}same seeds", *repeats(before, opened.sample()), fix, INSTEAD)
+        fix = f"no resume is exact on this machine with vLLM; {USE_TRANSFORMERS_FIX}"
+        yield result(f"{what}same seeds", *repeats(before, opened.sample()), fix, USE_TRANSFORMERS)
         if policy.image_vocabulary is not None:
             whole = sum(c.finish == "stop" and any(c.forced or ()) for c in before)
-            good, note = whole == len(before), f"{whole} of {len(before)} are whole"
-            yield result(f"{what}pictures", good, note, FIX, INSTEAD)
+            yield result(
+                f"{what}pictures",
+                whole == len(before),
+                f"{whole} of {len(before)} are whole",
+                USE_TRANSFORMERS_FIX,
+                USE_TRANSFORMERS,
+            )
 
 
 def sleep(setup: Setup, config_name: str) -> Iterator[Line]:
@@ -98,11 +110,11 @@ def sleep(setup: Setup, config_name: str) -> Iterator[Line]:
             good, note = repeats(before, opened.sample())
         except RuntimeError as error:
             good, note = False, str(error)
-        yield result("vLLM: sleep, twice", good, note, fix, AWAKE)
+        yield result("vLLM: sleep, twice", good, note, fix, {"engine.residency": "resident"})
 
 
 def move(module: torch.nn.Module, seed: int = 1) -> None:
-    """Change the trainable weights as training does: noise of standard deviation 0.02."""
+    """Add noise of standard deviation 0.02 to the trainable weights, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trainable_parameters(module).values():
@@ -110,17 +122,25 @@ def move(module: torch.nn.Module, seed: int = 1) -> None:
             parameter.add_(0.02 * noise.to(parameter))
 
 
-def weight_sync(what: str, syncs: Any, module: torch.nn.Module, dtype: str) -> Line:
+def weight_sync(
+    what: str,
+    sync_again: Callable[[SyncReport | None], SyncReport],
+    module: torch.nn.Module,
+    dtype: str,
+) -> Line:
     """Two syncs, all trained weights moved before each; `sync` reads back and compares."""
     report: Any = None
     try:
         for seed in (1, 2):
             move(module, seed)
-            report = syncs(report)
+            report = sync_again(report)
     except SyncError as error:
-        return result(what, False, str(error), FIX, INSTEAD)
-    note = f"log-probs differ by {report.mean_dlogp_nats:.0e} of {MAX_MEAN_DLOGP_NATS[dtype]:g}"
-    return result(what, True, f"{note} nats; read back: {'yes' if report.read_back else 'no'}")
+        return result(what, False, str(error), USE_TRANSFORMERS_FIX, USE_TRANSFORMERS)
+    note = (
+        f"log-probs differ by {report.mean_dlogp_nats:.0e} nats, limit "
+        f"{MAX_MEAN_DLOGP_NATS[dtype]:g}; read back: {'yes' if report.read_back else 'no'}"
+    )
+    return result(what, True, note)
 
 
 # ---- gpu kernels ---------------------------------------------------------------------------------
@@ -162,8 +182,8 @@ def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGrou
 
 
 def visible(groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """[S, S] bool: whether token i sees token j, by definition: earlier tokens of its own segment
-    (prompt or completion), and its group's prompt."""
+    """[S, S] bool: whether token i sees token j, by definition: itself, earlier tokens of its own
+    segment (prompt or completion), and its group's prompt."""
     segments = []
     for number, group in enumerate(groups):
         segments += [(number, 0)] * group.prompt_len
@@ -189,12 +209,14 @@ def attention_errors(
     generator = torch.Generator(device).manual_seed(0)
     mask_SS = visible(groups).to(device)
 
-    def drawn(num: int) -> torch.Tensor:
+    def random_heads(num: int) -> torch.Tensor:
         tensor = torch.randn(1, num, len(mask_SS), width, generator=generator, device=device)
         return tensor.to(getattr(torch, dtype))
 
-    inputs = [drawn(num).requires_grad_() for num in (num_heads, num_key_heads, num_key_heads)]
-    grad_out = drawn(num_heads).transpose(1, 2)
+    inputs = [
+        random_heads(num).requires_grad_() for num in (num_heads, num_key_heads, num_key_heads)
+    ]
+    grad_out = random_heads(num_heads).transpose(1, 2)
     query, key, value = inputs
     out, _ = attention(None, query, key, value, None, packing=Packing(groups, kernel))
     actual = [out, *torch.autograd.grad(out, inputs, grad_out)]
@@ -209,7 +231,8 @@ def attention_errors(
     names = ("result", "query's gradient", "key's gradient", "value's gradient")
     errors, problems = {}, []
     for name, a, b in zip(names, actual, true, strict=True):
-        errors[name], b = relative_error(a, b), b.detach()
+        errors[name] = relative_error(a, b)
+        b = b.detach()
         scale = float((a.detach().double() * b).sum() / (b * b).sum())
         if not (errors[name] <= LARGEST_ERROR[dtype] and abs(scale - 1) <= LARGEST_BIAS[dtype]):
             problems.append(f"{name} has a relative error of {errors[name]:.2g}, scale {scale:.4f}")
@@ -275,6 +298,7 @@ def policy_outcomes(setup: Setup) -> list[dict[str, torch.Tensor]]:
 
 LARGEST_MODEL_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
 """Relative, of a whole small model: rounding adds up over its layers."""
+LARGEST_FP8_ERROR = 0.04
 Forward = Callable[[], torch.Tensor]
 """One denoising step."""
 
@@ -294,7 +318,8 @@ def drawn(like: Any, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def edit_step(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
-    """A picture of side x side tokens and a source of the same size per row."""
+    """A function that computes one step for rows of a drawn picture and a source, each side x side
+    tokens."""
     config, denoiser = transformer.config, qwen_image_denoiser.Denoiser(transformer)
     states = [drawn(transformer, n, config.joint_attention_dim, seed=n) for n in text_lens]
     sources, latents = (
@@ -309,21 +334,24 @@ def edit_step(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
 def step_21(
     transformer: Any, side: int, text_lens: Sequence[int], num_shown: tuple[int, int] = (2, 1)
 ) -> Forward:
-    """All rows but the last are one group, which is drawn first. `num_shown`: its source pictures,
-    and the last row's."""
+    """As `edit_step`. All rows but the last are one group, which is drawn first. `num_shown`: its
+    source pictures, and the last row's."""
     is_double = transformer.dtype == torch.float64
     device, config = str(transformer.device), transformer.config
     kernel = choose_kernel("auto", device, transformer.dtype)
     denoiser = qwen_image_21_loop.Denoiser(transformer, CPU if is_double else kernel)
-    slots = max(1, side**2 // 4)
+    slots = max(1, side**2 // TOKENS_PER_SLOT)
 
-    def row(length: int, num_shown: int) -> Row:
+    def row(length: int, num_sources: int) -> Row:
+        # Three text tokens before the first picture, two before every other; the place as digest.
         pictures = [
             (range(at, at + slots), drawn(transformer, side**2, config.in_channels, seed=at))
-            for at in range(3, 3 + num_shown * (slots + 2), slots + 2)
+            for at in range(3, 3 + num_sources * (slots + 2), slots + 2)
         ]
-        shown = [PromptImage(place, x, (side, side), b"%d" % place[0]) for place, x in pictures]
-        start = drawn(transformer, pictures[-1][0].stop, config.context_in_dim, seed=num_shown)
+        shown = [
+            PromptImage(place, x, (side, side), str(place[0]).encode()) for place, x in pictures
+        ]
+        start = drawn(transformer, pictures[-1][0].stop, config.context_in_dim, seed=num_sources)
         words = drawn(transformer, length, config.context_in_dim, seed=length)
         return Row(torch.cat([start, words]), tuple(shown))
 
@@ -340,6 +368,7 @@ def step_21(
 
 @torch.no_grad()
 def renderers(setup: Setup) -> Iterator[Line]:
+    """Each model against float64 or diffusers' own, then the storage of weights in fp8."""
     limit = LARGEST_MODEL_ERROR[setup.dtype]
     parts = small_parts(setup, "quickstart")
     errors = {
@@ -353,7 +382,7 @@ def renderers(setup: Setup) -> Iterator[Line]:
         found = step(transformer, 4, (9, 14, 14))()
         errors[f"denoiser of {name}"] = relative_error(found.cpu(), true)
     for what, error in errors.items():
-        fix = "install requirements.lock into a new .venv; report it with an issue"
+        fix = "install requirements.lock into a new .venv; if that does not help, report an issue"
         yield result(what, error <= limit, f"error {error:.0e}, limit {limit:g}", fix)
     # The device rounds to 8 bits as the CPU does, bit for bit.
     layer = torch.nn.Linear(256, 64, dtype=getattr(torch, setup.dtype))
@@ -362,9 +391,10 @@ def renderers(setup: Setup) -> Iterator[Line]:
     same = torch.equal(rounded.weight.cpu().view(torch.uint8), expected)
     tokens = drawn(layer.weight, 32, 256)
     error = relative_error(rounded(tokens), layer(tokens))
-    note = f"bits {'as' if same else 'not as'} on the CPU, error {error:.0e}, limit 0.04"
-    keys = {"renderer.fp8": "off"}
-    yield result("fp8 storage", same and error <= 0.04, note, "set renderer.fp8=off", keys)
+    bits = "bits as on the CPU" if same else "bits not as on the CPU"
+    note = f"{bits}, error {error:.0e}, limit {LARGEST_FP8_ERROR:g}"
+    good = same and error <= LARGEST_FP8_ERROR
+    yield result("fp8 storage", good, note, "set renderer.fp8=off", {"renderer.fp8": "off"})
 
 
 def _vae_errors(setup: Setup, vae: Any) -> dict[str, float]:
@@ -372,12 +402,12 @@ def _vae_errors(setup: Setup, vae: Any) -> dict[str, float]:
     path, *overrides = setup.words("quickstart")
     origin = qwen_image_loop.origin_of(build.resolve(load_config(path, overrides)).renderer.config)
     dtype = getattr(torch, setup.dtype)
-    loop: Any = qwen_image_loop  # which imports diffusers
+    loop: Any = qwen_image_loop  # its `stock`: diffusers, which it imports when used
     stock_class = loop.stock.AutoencoderKLQwenImage
     stock = stock_class.from_pretrained(subfolder="vae", torch_dtype=dtype, **origin)
     stock, mean, std = (x.cpu().double() for x in (stock, vae.mean, vae.std))
-    pixels, latents = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1), drawn(vae.mean, 2, 16, 4, 6)
-    latents = latents[:, : mean.shape[1]]
+    pixels = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1)
+    latents = drawn(vae.mean, 2, mean.shape[1], 4, 6)
     mode = stock.encode(pixels.cpu().double().unsqueeze(2)).latent_dist.mode().squeeze(2)
     decoded = stock.decode((latents.cpu().double() * std + mean).unsqueeze(2)).sample.squeeze(2)
     return {

@@ -44,7 +44,7 @@ from rl.tools.report.reading import (
     read_config,
     read_evaluations,
     record_row,
-    short,
+    rounded,
     shown_of,
 )
 
@@ -373,7 +373,7 @@ class Page:
         shown = [group_row(group, names, self.run_dir, self._pieces) for group in groups]
         self._write(f"it_{iteration:06d}", {"parts": names, "rows": shown})
         rewards, advantages = (
-            [short(row.get(name)) for row in rows] for name in ("reward", "advantage")
+            [rounded(row.get(name)) for row in rows] for name in ("reward", "advantage")
         )
         return _Iteration(
             seen,

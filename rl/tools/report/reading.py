@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import sys
@@ -35,7 +36,8 @@ _MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
 _EVALUATION = re.compile(r"it_(\d{6,})")
 MAX_SOURCES = 32
-"""Maximum number of source pictures on the page per sample; no policy reads that many."""
+"""Maximum number of source pictures on the page per sample, besides the first; no policy reads that
+many."""
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """A path that stays below its folder, and that a browser cannot mistake for a URL."""
 _BOX = re.compile(r"xywh=\d{1,5},\d{1,5},[1-9]\d{0,4},[1-9]\d{0,4}")
@@ -55,7 +57,7 @@ class Evaluation:
 
 def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
     """`run` itself if it is a folder, else the run folder of the config `run`. Raises ValueError if
-    there is no readable run; its message names the nearest."""
+    there is no readable run; its message names the run with the most similar name."""
     path = Path(run)
     if not path.is_dir() and (path.suffix not in CONFIG_ENDINGS or find_config(path) is None):
         raise ValueError(not_a_run(path))
@@ -72,8 +74,9 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
-    as a last line cut short when the process was killed."""
+    """The rows of a JSONL file that have `key`, with key 'iteration' only those where it is a whole
+    number from 0 to 10^9; and the numbers (from 1) of its damaged lines, such as a last line cut
+    short when the process was killed."""
     rows, damaged = read_rows(path)
     keyed = [row for row in rows if key in row]
     if key == "iteration":
@@ -110,6 +113,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
             folder,
             {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
         )
+        # [1:][-1:]: the last one, unless it is the first.
         for iteration, folder in [*folders[:1], *folders[1:][-1:]]
     ]
 
@@ -142,12 +146,12 @@ def picture(folder: Path, file: object, may_be_link: bool = False) -> str | None
         steps.append(folder)
     if any(step.is_symlink() for step in steps):
         return None
-    return file if steps[len(names) - 1].is_file() else None
+    return file if (folder / file).is_file() else None
 
 
 def picture_of(run_dir: Path, place: object) -> str | None:
-    """`place` if it is a picture below a run folder, whose folder `images` may be a symlink, or a
-    part of one (`rl/record/run_record.py`); else None."""
+    """`place` if it is a picture below a run folder (`images/a.png`) or a part of one
+    (`images/a.webp#xywh=0,0,64,64`); the top folder may be a link. Else None."""
     if not isinstance(place, str):
         return None
     file, mark, box = place.partition("#")
@@ -225,21 +229,22 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
     `MAX_POINTS` rows; a longer run's are averaged over equal spans, except the first and the last.
     `num_pictures`: pictures per iteration, if known.
 
-    `it`: iterations; `hours`: hours since the start; `pictures`: pictures drawn; `of`: metric ->
-    value or None per row; `span`: iterations that a row averages; `docs`: metric -> (unit,
-    meaning).
+    `it`: iterations; `hours`: summed time of the iterations; `pictures`: pictures drawn, None if
+    unknown; `of`: metric -> value or None per row; `span`: iterations that a row averages; `docs`:
+    metric -> (unit, meaning).
     """
-    span = max(1, -(-(len(metrics) - 2) // (MAX_POINTS - 2)))
+    span = max(1, math.ceil((len(metrics) - 2) / (MAX_POINTS - 2)))
     middle = [metrics[i : i + span] for i in range(1, len(metrics) - 1, span)]
+    # [1:][-1:]: the last row, unless it is the first.
     spans = [each for each in (metrics[:1], *middle, metrics[1:][-1:]) if each]
-    iterations = [_short(fmean(float(row["iteration"]) for row in each)) for each in spans]
+    iterations = [six_digits(fmean(float(row["iteration"]) for row in each)) for each in spans]
     seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
     names = sorted({name for row in metrics for name in row} - {"iteration"})
     columns = {name: [mean(each, name) for each in spans] for name in names}
     documented = ((name, doc_of(name)) for name in names)
     return {
         "it": iterations,
-        "hours": [_short(total / 3600) for total in accumulate(seconds)],
+        "hours": [six_digits(total / 3600) for total in accumulate(seconds)],
         "pictures": num_pictures and [it * num_pictures for it in iterations],
         "of": {name: column for name, column in columns.items() if set(column) != {None}},
         "span": span,
@@ -250,13 +255,13 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
 def mean(rows: Sequence[Record], name: str) -> float | None:
     """Mean of a metric in the rows that have it, to six digits; None if no row has it."""
     values = [value for row in rows if (value := number(row.get(name))) is not None]
-    return _short(fmean(values)) if values else None
+    return six_digits(fmean(values)) if values else None
 
 
-def _short(value: float) -> float:
+def six_digits(value: float) -> float:
     """Six significant digits; whole numbers as such, which take fewer characters."""
-    rounded = float(f"{value:.6g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+    value = float(f"{value:.6g}")
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
 # ---- folder --------------------------------------------------------------------------------------
@@ -291,7 +296,10 @@ def locked(file: Path, wait_s: float) -> Iterator[None]:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until_s:
-                        raise BusyError(f"{file.parent}: another process is at it") from None
+                        raise BusyError(
+                            f"{file.parent}: another process writes this page or follows this run; "
+                            "wait for it, or end it"
+                        ) from None
                     time.sleep(_POLL_S)
         yield
     finally:
@@ -317,12 +325,14 @@ class Pieces(dict[int, str]):
 
     @property
     def are_known(self) -> bool:
+        """Whether the tokenizer is on this machine."""
         return self._tokenizer is not None
 
     def __missing__(self, token: int) -> str:
         try:
             piece = str(self._tokenizer.decode([token], skip_special_tokens=False))
-        except (AttributeError, OverflowError, TypeError, ValueError):  # outside the vocabulary
+        # No tokenizer, or an id outside the vocabulary.
+        except (AttributeError, OverflowError, TypeError, ValueError):
             piece = f"{token} "
         return self.setdefault(token, piece)
 
@@ -336,10 +346,10 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
         from huggingface_hub import try_to_load_from_cache
         from tokenizers import Tokenizer
 
-        file = Path(located(path)) / "tokenizer.json"
+        file: Any = Path(located(path)) / "tokenizer.json"
         if not file.is_file():
-            file = Path(str(try_to_load_from_cache(path, "tokenizer.json")))
-        return Tokenizer.from_file(str(file))
+            file = try_to_load_from_cache(path, "tokenizer.json")  # no path if it is not there
+        return Tokenizer.from_file(str(file)) if isinstance(file, str | Path) else None
     # tokenizers raises bare Exceptions for an unreadable file; ImportError: it is not installed.
     except Exception:
         return None
@@ -349,13 +359,15 @@ def text(value: object, max_chars: int) -> str:
     """`value`, cut at `max_chars`; '' if it is not a string."""
     if not isinstance(value, str):
         return ""
+    # One character more: the cut shall not split a pair of surrogates.
     kept = without_lone_surrogates(value[: max_chars + 1])
     return kept if len(value) <= max_chars else kept[:max_chars] + " [...]"
 
 
-def short(value: object, digits: int = 4) -> float | None:
+def rounded(value: object, digits: int = 4) -> float | None:
+    """`value` with `digits` decimals; None if it is no number, or above 1e12."""
     num = number(value)
-    return None if num is None or num != num or abs(num) > 1e12 else round(num, digits)
+    return None if num is None or abs(num) > 1e12 else round(num, digits)
 
 
 def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
@@ -375,7 +387,7 @@ def part_names(rows: Iterable[Record]) -> list[str]:
 
 def _parts(row: Record, names: Sequence[str]) -> list[float | None]:
     parts = row.get("parts")
-    return [short(parts.get(name)) if isinstance(parts, Mapping) else None for name in names]
+    return [rounded(parts.get(name)) if isinstance(parts, Mapping) else None for name in names]
 
 
 def group_row(
@@ -407,7 +419,11 @@ def _sources(row: Record, file_of: Callable[[object], str | None]) -> dict[str, 
 def _member(
     row: Record, names: Sequence[str], file_of: Callable[[object], str | None], pieces: Pieces
 ) -> dict[str, Any]:
-    """One completion of training or evaluation. `file_of`: a picture's path, or None."""
+    """One completion of training or evaluation. `file_of`: a picture's path, or None.
+
+    `end`: finish; `st`: status; `why`: failure; `r`: reward; `adv`: advantage; `s`: judge seconds;
+    `said`: replies.
+    """
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
@@ -416,10 +432,10 @@ def _member(
         "end": text(row.get("finish"), 40),
         "st": text(row.get("status"), 40),
         "why": text(row.get("failure"), MAX_TEXT_CHARS),
-        "r": short(row.get("reward")),
-        "adv": short(row.get("advantage"), 3),
+        "r": rounded(row.get("reward")),
+        "adv": rounded(row.get("advantage"), 3),
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
-        "s": short(row.get("judge_s"), 3),
+        "s": rounded(row.get("judge_s"), 3),
         "parts": _parts(row, names),
         "img": file_of(row.get("image_file")) or file_of(row.get("thumbnail")),
         "said": {
@@ -439,15 +455,15 @@ def _regions(by_reward: object) -> list[list[Any]]:
     for region in (each for regions in named if isinstance(regions, list) for each in regions):
         match region:
             case {"label": str(label), "box": [_, _, _, _] as corners}:
-                box = [short(corner) for corner in corners]
+                box = [rounded(corner) for corner in corners]
                 if all(corner is not None and 0 <= corner <= 1 for corner in box):
                     rows.append([text(label, 200), *box])
     return rows
 
 
 def _tokens(row: Record, pieces: Pieces) -> dict[str, Any]:
-    """`tok`: texts; `lp`: log-probs, nats; `ids`: whether `tok` are ids; `cut`: number of tokens
-    left out."""
+    """`tok`: texts; `lp`: log-probs, nats; `ids`: whether `tok` are ids; `forced`: tokens that the
+    grammar forced; `cut`: number of tokens left out."""
     ids, logprobs, forced = (row.get(name) for name in ("token_ids", "sampler_logprobs", "forced"))
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         return {}
@@ -471,7 +487,7 @@ def finding_row(rows_G: Sequence[Record], names: Sequence[str], run_dir: Path) -
     the completion with the largest reward, and that with the smallest), thumbnails where there are
     any."""
     first = rows_G[0]
-    graded = [row for row in rows_G if short(row.get("reward")) is not None]
+    graded = [row for row in rows_G if rounded(row.get("reward")) is not None]
     graded.sort(key=lambda row: float(row["reward"]))
     columns = zip(*(_parts(row, names) for row in rows_G), strict=True)
     values = [[value for value in column if value is not None] for column in columns]
@@ -483,7 +499,7 @@ def finding_row(rows_G: Sequence[Record], names: Sequence[str], run_dir: Path) -
     return {
         "cat": text(first.get("category"), 60),
         "say": text(first.get("instruction"), 160),
-        "rewards": [short(row["reward"]) for row in graded],
+        "rewards": [rounded(row["reward"]) for row in graded],
         "st": [text(row.get("status"), 40) for row in rows_G],
         "parts": [round(fmean(column), 4) if column else None for column in values],
         "pictures": list(dict.fromkeys(filter(None, pictures))),
@@ -503,7 +519,7 @@ def histogram(values: Iterable[float | None], step: float, first: float, num: in
 def record_row(
     record: Record, names: Sequence[str], folder: Path, stock: str | None, pieces: Pieces
 ) -> dict[str, Any]:
-    """A held-out sample. `stock`: the file of the stock arm's picture, in `<run>/stock`."""
+    """A held-out sample. `stock`: the file of the stock variant's picture, in `<run>/stock`."""
     file_of = partial(picture, folder)
     return {
         **_member(record, names, file_of, pieces),
@@ -511,8 +527,8 @@ def record_row(
         "cat": text(record.get("category"), 200),
         "say": text(record.get("instruction"), MAX_TEXT_CHARS),
         "ref": text(record.get("reference"), MAX_TEXT_CHARS),
-        "bare": short(record.get("bare_reward")),
-        "stock": short(record.get("stock_reward")),
+        "bare": rounded(record.get("bare_reward")),
+        "stock": rounded(record.get("stock_reward")),
         **_sources(record, file_of),
         "bimg": file_of(record.get("bare_file")),
         "simg": stock,
