@@ -66,14 +66,15 @@ _BASE64 = re.compile(
     r"(?!\\[nrt])\\{0,9}+(?<!\\(?=[nrt]))"
     r"(?:(?:[A-Za-z0-9+/]{60,}+\r?\n)+[A-Za-z0-9+/]*|[A-Za-z0-9_+/-]{10,})={0,2}"
 )
-"""A word that may be base64 of eight bytes or more, or lines of it. Not from the letter of an
-escaped line end on, and with the backslashes before it."""
+"""A word that may be base64 of eight bytes or more, or lines of it. It includes backslashes before
+it. It does not begin with the letter of an escaped line end (`\\n`)."""
 _IN_BASE64 = str.maketrans("-_", "+/", "\r\n")
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
-"""(a secret as `_folded` text has it, its variable); (its part of a base64 word, its variable)."""
+"""([(a secret as in `_folded` text, its variable)], [(the part of its base64 that does not depend
+on its neighbours, its variable)])."""
 
-_remembered: set[str] = set()
-_hidden: dict[str, str] = {}
+_remembered: set[str] = set()  # names passed to `remember`
+_hidden: dict[str, str] = {}  # name -> value, by `hide`
 
 
 def remember(name: str) -> None:
@@ -97,6 +98,7 @@ def scrub(text: str, forms: _Forms | None = None) -> str:
     """
     pieces = list(text)
     spans = _spans(text, _forms(secrets()) if forms is None else forms)
+    # Shorter spans first, so that a longer one that covers them replaces them.
     for start, end, name in sorted(spans, key=lambda span: span[1] - span[0]):
         pieces[start:end] = [f"<{name}>", *[""] * (end - start - 1)]
     return "".join(pieces)
@@ -178,7 +180,7 @@ def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
         data = secret.encode("utf-8", "surrogateescape")
         texts = {data.hex(), data.decode("latin-1")}
         for text in (secret, json.dumps(secret)[1:-1]):
-            while text not in texts:  # what looks like an escape in it is decoded with its text
+            while text not in texts:  # the secret decoded as often as `_spans` decodes the text
                 texts.add(text)
                 text = _decoded(text).replace("\0", "")
         forms += [(form, name) for form in set(map(_folded, texts)) if len(form) >= MIN_CHARS]
@@ -201,11 +203,12 @@ def _spans(text: str, forms: _Forms, depth: int = 5) -> Iterator[tuple[int, int,
             yield from ((*m.span(), name) for m in re.finditer(r"\\*" + re.escape(form), folded))
     present = [(core, name) for core, name in forms[1] if core in letters]
     for word in _BASE64.finditer(text) if present else ():
-        letters = word[0].translate(_IN_BASE64)
-        yield from ((*word.span(), name) for core, name in present if core in letters)
+        word_letters = word[0].translate(_IN_BASE64)
+        yield from ((*word.span(), name) for core, name in present if core in word_letters)
     marked = _decoded(text) if depth else text
     found = [] if marked == text else list(_spans(marked.replace("\0", ""), forms, depth - 1))
     if found:
+        # The span in `marked` of each decoded character.
         chars = [match.span() for match in re.finditer("(?s)[^\0]\0*", marked)]
         yield from ((chars[start][0], chars[end - 1][1], name) for start, end, name in found)
 
@@ -221,7 +224,7 @@ def _unescaped(escape: re.Match[str]) -> str:
     if digits := escape[1] or escape[2]:
         char = chr(int(digits, 16))
     elif text[0] == "&":
-        char = html.unescape(text.lower())
+        char = html.unescape(text.lower())  # entities in any case, as `scrub` promises
     else:
         char = _LETTERS.get(text[1].lower(), text[1])
     return char.ljust(len(text), "\0")
@@ -320,7 +323,7 @@ class Lossy(_Stream):
 
 
 def excerpt(text: str, max_chars: int) -> str:
-    """`printing.escaped` of the scrubbed text. Scrubbed before it is cut, because `scrub` would not
+    """`loading.escaped` of the scrubbed text. Scrubbed before it is cut, because `scrub` would not
     recognise half a secret."""
     return loading.escaped(scrub(text), max_chars)
 
@@ -333,7 +336,7 @@ def without_lone_surrogates(text: str) -> str:
 # ---- markdown ------------------------------------------------------------------------------------
 # Escapes untrusted text for Markdown: no secrets, tags, links or code blocks.
 
-MAX_CHARS = 300
+MAX_MARKDOWN_CHARS = 300
 _SPECIAL = re.compile(
     r"[&<>@$|\\~]"  # tags, mentions, formulas (the hub reads `\\(` as one), cells, strikethrough
     r"|(?<=:)//|(?i:(?<=www)\.)"  # a bare address becomes a link
@@ -342,7 +345,7 @@ _SPECIAL = re.compile(
 _BACKSLASHED = "`*[]#_"
 
 
-def text(value: object, max_chars: int = MAX_CHARS) -> str:
+def text(value: object, max_chars: int = MAX_MARKDOWN_CHARS) -> str:
     """`value` on one line of at most about `max_chars` characters, escaped to show literally."""
     return _SPECIAL.sub(_escape, excerpt(str(value), max_chars))
 
@@ -389,12 +392,16 @@ class Parser(argparse.ArgumentParser):
     """A parser whose `doc` keeps its line ends; a wrong option is answered with the nearest one."""
 
     def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
-        # The formatter of the code removes the indentation of a docstring that ends with examples.
+        # The code formatter removes the indentation of the examples; put it back.
         blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
         filled = [block if re.search("(?m)^ ", block) else fill(block, 80) for block in blocks]
-        text = "\n\n".join(filled)
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, usage, text, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(
+            prog,
+            usage,
+            description="\n\n".join(filled),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def add_config(self) -> None:
         """The arguments `config` and `overrides`."""

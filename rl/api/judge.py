@@ -38,10 +38,12 @@ class Answer(Generic[T]):
     value: T | None
     """The parsed reply; None exactly when `failure` is set."""
     replies: tuple[str, ...]
-    """All raw replies in order, unreadable ones included; one that is too long is truncated."""
+    """All raw replies in order, unreadable ones included; one above
+    `rl.judge.reply.MAX_REPLY_CHARS` is truncated."""
     failure: str | None
     """Begins with a fixed word: timeout, transport, http_<status>, no_reply (a 2xx without a chat
-    completion), outage; about this question: unreadable, refused."""
+    completion), outage; about this question: unreadable, refused (this question alone, others are
+    answered)."""
     attempts: int
     """Requests sent for this question; 0 when all its replies came from the journal."""
     seconds: float
@@ -49,7 +51,7 @@ class Answer(Generic[T]):
 
 
 class Judge(Protocol):
-    """The judge client of a rank; all its rewards share it."""
+    """The judge client of a rank; all rewards that ask this judge share it."""
 
     config: JudgeConfig
 
@@ -60,6 +62,6 @@ class Judge(Protocol):
 
         `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat`
         numbers equal questions whose answers are averaged. If the judge fails, the `Answer` has a
-        `failure`; if it refuses (wrong key, model or request), the run stops.
+        `failure`; if it refuses every question (wrong key, model or request), the run stops.
         """
         ...

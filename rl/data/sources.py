@@ -1,4 +1,4 @@
-"""Rows of JSONL files, of data sets in `datasets`' formats and from the hub, and prompts alone."""
+"""Data sources: JSONL files, Hugging Face data sets (local or on the hub), prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,15 @@ class EditJsonl(RowsSource[EditJsonlConfig]):
 def _read_lines(config: RowsConfig, path: str) -> Rows:
     lines = Lines(Path(path))
     folder = Path(config.image_folder or Path(path).parent)
-    return Rows(lines, lines.numbers, lines.numbers, path, lines.version, config.columns, folder)
+    return Rows(
+        rows=lines,
+        numbers=lines.numbers,
+        id_numbers=lines.numbers,
+        origin=path,
+        version=lines.version,
+        columns=config.columns,
+        folder=folder,
+    )
 
 
 # ---- hf dataset ----------------------------------------------------------------------------------
@@ -68,7 +76,8 @@ class HfDatasetConfig(RowsConfig):
     revision: Annotated[str, Unread("path", isfile)] = ""
     """Branch, tag or commit on the hub, '' = the newest."""
     split: str = "train"
-    """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
+    """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it; a single file is one
+    split, whatever its name."""
 
 
 class HfDataset(RowsSource[HfDatasetConfig]):
@@ -85,24 +94,26 @@ class HfDataset(RowsSource[HfDatasetConfig]):
         path = Path(config.path)
         why = not_a_file(path)
         if why not in ("", FOLDER) and _is_local(config):
-            raise BadRowError(_not_found(config))  # at once; the hub is asked for a minute
+            # `datasets` would ask the hub for a minute first.
+            raise BadRowError(_not_found(config))
         origin = f"{config.path}[{config.split}]"
         if not why and path.suffix == ".jsonl" and "[" not in config.split:
             # `datasets` would reject the whole file because of one unreadable line.
-            lines = _read_lines(config, config.path)
-            return replace(lines, id_numbers=range(len(lines.rows)), origin=origin)
+            rows = _read_lines(config, config.path)
+            return replace(rows, id_numbers=range(len(rows.rows)), origin=origin)
         dataset = _open(config)
-        rows = _UndecodedRows(dataset.select_columns(_columns_read(config, dataset.column_names)))
-        folder = path if path.is_dir() else path.parent if path.exists() else Path()
+        table = _UndecodedRows(dataset.select_columns(_columns_read(config, dataset.column_names)))
+        local = path if path.exists() else Path()
+        folder = local if local.is_dir() else local.parent
         return Rows(
-            rows,
-            range(1, len(rows) + 1),
-            range(len(rows)),
-            origin,
-            dataset._fingerprint,
-            config.columns,
-            Path(config.image_folder or folder),
-            set(dataset.column_names),
+            rows=table,
+            numbers=range(1, len(table) + 1),
+            id_numbers=range(len(table)),
+            origin=origin,
+            version=dataset._fingerprint,
+            columns=config.columns,
+            folder=Path(config.image_folder or folder),
+            keys=set(dataset.column_names),
         )
 
 
@@ -161,6 +172,8 @@ def _split_of_saved(config: HfDatasetConfig, saved: Any) -> Dataset:
 
 
 def _is_local(config: HfDatasetConfig) -> bool:
+    """Whether `path` can only be meant as a local one: it exists, has a data file's ending, or is
+    no 'owner/name'."""
     path = Path(config.path)
     is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
     return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
@@ -173,7 +186,11 @@ def _columns_read(config: HfDatasetConfig, available: Sequence[str]) -> list[str
     required = [*columns.named]
     if not columns.source_optional:
         required += columns.sources(available)
-    if missing := [name for name in required if not {name, name.split(".")[0]} & {*available}]:
+
+    def is_there(name: str) -> bool:
+        return name in available or name.split(".")[0] in available
+
+    if missing := [name for name in required if not is_there(name)]:
         raise BadRowError(
             f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(available)}. Map them in the source's `columns`."
@@ -237,7 +254,12 @@ class Prompts(RowsSource[PromptsConfig]):
         if is_no_jsonl(config.path):
             key, picture_key = "prompt", ""
         columns = Columns(instruction=key, source=picture_key, source_optional=True)
-        origin = config.path or f"prompts[{config.split}]"
-        folder = Path(config.path).parent
-        numbers = lines.numbers
-        return Rows(lines, numbers, numbers, origin, lines.version, columns, folder)
+        return Rows(
+            rows=lines,
+            numbers=lines.numbers,
+            id_numbers=lines.numbers,
+            origin=config.path or f"prompts[{config.split}]",
+            version=lines.version,
+            columns=columns,
+            folder=Path(config.path).parent,
+        )

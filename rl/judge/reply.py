@@ -68,8 +68,8 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     One that the endpoint has cut or filtered gets a last line that says so (`refuse_part`).
-    With `labels`, the reply is JSON of the first token, and of the labels' log-probs in its place,
-    nats: `{"token": "7", "logprobs": {"6": -1.5, "7": -0.3}}`.
+    With `labels`, the reply is JSON of the first token and the labels' log-probs at the first
+    position, nats: `{"token": "7", "logprobs": {"6": -1.5, "7": -0.3}}`.
 
     Raises `UnreadableReplyError`.
     """
@@ -83,7 +83,7 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
-    reply = _label_reply(choice, labels) if labels else content or ""
+    reply = _label_reply(choice, labels) if labels else (content or "")
     reply = without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1])
     # With labels one token is asked for, so every reply ends by its length.
     ended = choice.get("finish_reason")
@@ -167,7 +167,7 @@ def read_fields(text: str, ranges: Ranges) -> tuple[float, ...]:
 
 
 def scores_schema(count: int, high: float) -> Mapping[str, Any]:
-    """JSON schema of what `read_scores` reads."""
+    """JSON schema of what `read_scores` reads with low = 0."""
     return _object_schema({"score": numbers_schema(count, 0, high)})
 
 
@@ -251,7 +251,8 @@ def _after_thoughts(text: str) -> str:
     """`text` from the end of the thoughts in front of its JSON object. A thought that does not end
     makes the reply unreadable. A tag inside the object is text."""
     while opened := _THOUGHT.search(text.partition("{")[0]):
-        closing = re.escape(f"{opened[0][0]}/{opened[0][1:]}")
+        tag = opened[0]
+        closing = re.escape(f"{tag[0]}/{tag[1:]}")  # `</think>`, `[/think]`
         closed = re.compile(closing, re.IGNORECASE).search(text, opened.end())
         if closed is None:
             raise UnreadableReplyError("a thought that does not end")
@@ -294,10 +295,11 @@ MAX_PATH_CHARS = 300
 def read_prompt(path: str, default: Path | None, key: str) -> str:
     """The text of the prompt file `path`, or of the file `default` if `path` is ''.
 
-    Raises ValueError naming `key` if `path` cannot be used, or lacks the `{instruction}` that
-    `default` has. A prompt without default must have it.
+    Raises ValueError naming `key` if `path` cannot be used, or lacks `{instruction}` although
+    `default` has it; without `default`, `path` must have it.
     """
-    text = default_text = default.read_text(encoding="utf-8").strip() if default else INSTRUCTION
+    default_text = default.read_text(encoding="utf-8").strip() if default else INSTRUCTION
+    text = default_text
     if path:
         try:
             text = read_text(path, MAX_PROMPT_BYTES).strip()
@@ -314,16 +316,18 @@ def read_prompt(path: str, default: Path | None, key: str) -> str:
 
 
 def fill_prompt(text: str, instruction: str) -> str:
-    """`text` with the user's instruction inserted. The '<' of the file's tags (`</instruction>`) is
-    escaped in it, so that it cannot close a tag. Other braces of `text` (JSON examples) stay."""
+    """`text` with the user's instruction inserted. A '<' in it that begins one of the file's own
+    tags (`</instruction>`) is escaped, so that it cannot close a tag. Other braces of `text` (JSON
+    examples) stay."""
     for tag in set(re.findall(r"</?(\w+)>", text)):
         instruction = re.sub(rf"(?i)<(?=\s*/?\s*{tag}\b)", "&lt;", instruction)
     return text.replace(INSTRUCTION, instruction)
 
 
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """The picture as JSON, in PNG: JPEG would add artefacts, which the judge might penalise. Its
-    longer side is at most `side_px`; a side below `MIN_SIDE_PX` is padded with white."""
+    """The picture as a JSON part of a request, a data URL in PNG: JPEG would add artefacts, which
+    the judge might penalise. Its longer side is at most `side_px`; a side below `MIN_SIDE_PX` is
+    padded with white."""
     if max(image.size) > side_px or min(image.size) < MIN_SIDE_PX:
         image = padded(downscale(over_white(image), side_px), MIN_SIDE_PX)
     url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")
@@ -368,7 +372,7 @@ def expected_minimum(*distributions: Distribution) -> float:
 
 def read_distribution(reply: str, labels: Sequence[str], min_legal_mass: float) -> Distribution:
     """The distribution in a reply to a question with labels. A label without a log-prob counts as
-    0: it is less likely than all tokens that were returned.
+    probability 0: it is less likely than all tokens that were returned.
 
     Raises `UnreadableReplyError`, also if less than `min_legal_mass` is on the labels: the judge
     then wanted to write something else, such as a sentence.

@@ -42,7 +42,7 @@ from rl.ranks.dist import Dist, is_sharded
 # Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 
 NUM_MEASURED = 3
-"""So many iterations of a run measure whether their first step raises the log-probs of completions
+"""The first so many iterations measure whether their first step raises the log-probs of completions
 whose reward is above their group's mean."""
 
 
@@ -89,7 +89,7 @@ class Learner:
         Args:
             iteration: 0-based, over the whole run; sets the learning rate.
             prompts_P: this rank's prompts; may be empty, on some ranks or on all.
-            ids_PG: token ids of every completion to forward; the bare arm comes last.
+            ids_PG: token ids of every completion to forward; the bare variant comes last.
             num_completions_P: number of trainable completions of each group.
             trains: False: only its forward will be used, so no graph is kept.
         """
@@ -97,7 +97,7 @@ class Learner:
         together = is_sharded(self._policy.module) or self._backend.lockstep
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
-        num_planned = self._config.prompts_per_iteration * self._config.generations_per_prompt
+        num_completions = self._config.prompts_per_iteration * self._config.generations_per_prompt
         minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
             max_tokens = config.max_tokens_per_micro_batch
@@ -109,7 +109,7 @@ class Learner:
             planned = Denominators(
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
-                num_completions=num_planned / config.updates_per_iteration,
+                num_completions=num_completions / config.updates_per_iteration,
                 max_completion_tokens=self._config.sampling.max_completion_tokens,
             )
             minibatches.append(Minibatch(micro_batches, planned))
@@ -118,7 +118,7 @@ class Learner:
             isinstance(part, torch.nn.Dropout) and part.p > 0
             for part in self._policy.module.modules()
         )
-        exact = trains and self._config.max_staleness == 0 and not has_dropout
+        may_keep_graphs = trains and self._config.max_staleness == 0 and not has_dropout
         return TrainStep(
             policy=self._policy,
             backend=self._backend,
@@ -132,7 +132,7 @@ class Learner:
                 config.final_lr_fraction,
             ),
             minibatches=minibatches,
-            keeps_graphs=exact and self._backend.keeps_graphs,
+            keeps_graphs=may_keep_graphs and self._backend.keeps_graphs,
             optimizer_step=self._optimizer_step,
             measures_rise=trains and iteration < NUM_MEASURED,
         )
@@ -156,7 +156,7 @@ class Learner:
         for micro_batch in inference.micro_batches:
             _, outputs = inference.forward(micro_batch)
             logprobs_of |= by_member(micro_batch, micro_batch.members, outputs)
-        return [logprobs_of[p, 0] for p in range(len(rows))]
+        return [logprobs_of[row, 0] for row in range(len(rows))]
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, unsharded, float32, keyed as `policy.module.named_parameters()`.
@@ -168,19 +168,19 @@ class Learner:
     def export_weights(self) -> PolicyWeights:
         """The weights that the engine must load now: those that the trainer's forward uses.
 
-        Under full fine-tuning the float32 master weights are twice the model's size, and the engine
-        is awake: they are gathered only under ZeRO-3, where no rank has all weights.
+        In the trainer's dtype. Only under ZeRO-3, where no rank has all weights, the float32
+        masters are gathered: they are twice the model's size while the engine is awake.
         """
+        if is_sharded(self._policy.module):
+            return self._policy.export_weights(self.trainable_tensors(), self.version)
         live = trainable_parameters(self._policy.module)
-        sharded = is_sharded(self._policy.module)
-        tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
+        tensors = {name: parameter.detach() for name, parameter in live.items()}
         return self._policy.export_weights(tensors, self.version)
 
     @property
     def state_bytes(self) -> int:
         """Size of the tensors that `state` copies."""
-        num_values = sum(shape.numel() for shape in self._shapes().values())
-        return len(STATE_PARTS) * 4 * num_values
+        return len(STATE_PARTS) * 4 * sum(shape.numel() for shape in self._shapes().values())
 
     def state(self, on_all_ranks: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
@@ -189,8 +189,7 @@ class Learner:
         and number of ranks can load it. The learning rate is a function of the iteration, so no
         scheduler needs saving.
         """
-        tensors = self._backend.state(self._dist.is_main or on_all_ranks)
-        return tensors, {"version": self.version}
+        return self._backend.state(self._dist.is_main or on_all_ranks), {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from what `state()` returned; every rank passes the complete state.
@@ -203,6 +202,7 @@ class Learner:
             for name, shape in self._shapes().items()
         }
         found = {key: tensor.shape for key, tensor in tensors.items()}
+        # Missing, unknown, or with another shape.
         wrong = sorted({key for key, _ in expected.items() ^ found.items()})
         if wrong:
             raise ValueError(
@@ -229,6 +229,8 @@ def learning_rate(
         i < W:  peak * (i + 1) / W              (not 0 at the first iteration)
         i >= W: peak * (1 - (1 - f) * (i - W) / (N - 1 - W))
 
+    W = `warmup_iterations`, N = `num_iterations`, f = `final_fraction`; for N = W + 1 the last
+    iteration has `peak`.
     `iteration` counts from 0 over the whole run, so a resumed run continues the same schedule.
     """
     if iteration < warmup_iterations:
@@ -244,8 +246,8 @@ PROBE_COMPLETIONS = 8
 PROBE_TOKENS = 8
 """Number and length of the probe's completions, which the engine decodes in one batch."""
 NUM_COMPARED = 16
-"""Only the least certain tokens are compared: a trained policy is nearly certain of most tokens,
-whatever the weights; the first 16 differed by 0.012 nats where an iteration's k3 was 0.79."""
+"""Only the least certain tokens are compared: most are nearly certain whatever the weights. In a
+run with k3 = 0.79, the first 16 tokens differed by only 0.012 nats."""
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Mean |log-prob difference| allowed on the compared tokens, by the engine's dtype. Measured over
 all tokens: 3e-5 in float32, 0.025 between two bfloat16 forwards of one model."""
@@ -283,6 +285,7 @@ def sync(
     the engine samples for a fixed prompt. (2) alone would detect a failure late: at EARL's learning
     rate 40 steps change the log-probs of a bfloat16 probe by less than rounding does.
 
+    `probe`: the same prompt at every sync; `dtype`: the engine's; `temperature`: the run's.
     `previous`: report of the last sync, None at the first; weights with its fingerprint are not
     sent again, only read back. `max_tokens`: the longest completion that the engine can generate.
     Raises `SyncError`.
@@ -312,12 +315,14 @@ def sync(
     )
     [completions_G] = engine.generate([probe], params, [0])
     trainer_GT = learner.logprobs([(probe, c.token_ids) for c in completions_G])
-    # What an engine reads back may be what it was sent, not what it computes with. In bfloat16 a
-    # small step moves few log-probs, the trainer's as well.
+    # An engine may read back what it was sent and compute with something else. After a small
+    # bfloat16 step few log-probs move, even the trainer's: with a read-back, more than half must
+    # have moved.
     if previous is not None and completions_G == previous.answers:
         pairs = list(_pairs(previous.trainer_logprobs, trainer_GT))
         num_moved = sum(before != after for before, after in pairs)
-        if num_moved > (0 if reported is None else len(pairs) / 2):
+        max_moved = 0 if reported is None else len(pairs) / 2
+        if num_moved > max_moved:
             moved = mean_difference(previous.trainer_logprobs, trainer_GT)
             raise SyncError(
                 "the weight sync changed nothing: the inference engine answers the probe as before "

@@ -547,9 +547,8 @@ class QwenPrompts:
             )
         size, bounds = (height, width), self.image_processor.size
         least_px, most_px = bounds["shortest_edge"], bounds["longest_edge"]
-        for _ in range(
-            MAX_RESIZES
-        ):  # the processor may shrink its own result of a thin picture again
+        # The processor may shrink its own result of a thin picture again.
+        for _ in range(MAX_RESIZES):
             before, size = size, smart_resize(*size, self._token_px, least_px, most_px)
             if size == before:
                 return size[1], size[0]

@@ -15,14 +15,15 @@ from functools import lru_cache
 from typing import Any, Literal, cast
 
 Verdict = Literal["unreadable_gold", "equal", "different", "too_costly"]
-"""'too_costly': the worker died."""
+"""'unreadable_gold': the gold cannot be parsed; 'too_costly': the worker died."""
 
 START_TIMEOUT_S = 300.0
 EXIT_S = 10.0
 REMEMBERED_QUESTIONS = 8192
 MEMORY_BYTES = 2 * 2**30
 TINY = 1e-5
-"""Below it numbers are compared relatively, up to this difference."""
+"""Numbers below it, which math-verify's six decimals make equal, are equal only up to this relative
+difference."""
 
 
 class MathsProcess:
@@ -37,6 +38,7 @@ class MathsProcess:
     def __init__(self, cpu_s: int) -> None:
         """Starts the worker without waiting for it. `cpu_s`: CPU time per question, s."""
         self._cpu_s = cpu_s
+        self._reply_timeout_s = 30.0 + 20 * cpu_s  # wall time, on a busy machine
         self._process, self._is_ready = _start(), False
         # Equal answers within a group are compared once.
         self.compare = lru_cache(REMEMBERED_QUESTIONS)(self._compare)
@@ -65,7 +67,7 @@ class MathsProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            reply = self._read_line(30.0 + 20 * self._cpu_s)
+            reply = self._read_line(self._reply_timeout_s)
         except BrokenPipeError:
             reply = ""
         except TimeoutError:
@@ -121,12 +123,12 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
-        verdict = judge(question["gold"], question["answer"])
+        verdict = verdict_on(question["gold"], question["answer"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(verdict, file=replies)
 
 
-def judge(gold: str, answer: str) -> str:
+def verdict_on(gold: str, answer: str) -> Verdict:
     """The verdict on one question."""
     from math_verify import verify
 

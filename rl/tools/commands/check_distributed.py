@@ -19,7 +19,7 @@ Sum = Callable[["torch.Tensor"], "torch.Tensor"]
 TIMEOUT_S = 120.0
 """If the sums have not finished by then, the communicator in use counts as hung."""
 NUM_VALUES = 1_000_003
-"""Odd and several MB, so that every chunked path runs, its shorter last chunk included."""
+"""Odd and several MB, so that every chunked path runs, the shorter last chunk included."""
 
 
 def main() -> None:
@@ -59,8 +59,8 @@ def give_up(rank: str) -> None:
 
 
 def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
-    """(name, device, its sum function or why it is skipped) of Gloo and NCCL, created when used. A
-    vLLM engine has no communicator: it stays within its rank."""
+    """(name, device, its sum function or why it is skipped) of Gloo and NCCL; NCCL connects when it
+    is used. A vLLM engine has no communicator: it stays within its rank."""
     if dist.world_size == 1:
         yield "PyTorch GLOO", "cpu", "one process has no other rank to sum with (--nproc 2)"
         return
