@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal, cast
 
 Verdict = Literal["unreadable_gold", "equal", "different", "too_costly"]
-"""'unreadable_gold': the gold cannot be parsed; 'too_costly': the worker died."""
+"""'unreadable_gold': the gold cannot be parsed; 'too_costly': the worker died of it."""
 
 START_TIMEOUT_S = 300.0
 EXIT_S = 10.0
