@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.plugin import ModelFiles
 from rl.config import loading
-from rl.config.loading import FOLDER, GONE, escaped, not_a_file
+from rl.config.loading import FOLDER, MISSING, escaped, not_a_file
 from rl.files import read_object
 
 if TYPE_CHECKING:
@@ -178,9 +178,9 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 
 def missing_model(key: str, path: str) -> list[str]:
     """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
-    why = not_a_file(path) if path else GONE
+    why = not_a_file(path) if path else MISSING
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if why == FOLDER or (is_hub_id and why == GONE):
+    if why == FOLDER or (is_hub_id and why == MISSING):
         return []
     path_text = escaped(repr(path), MAX_SHOWN)
     return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]

@@ -23,7 +23,7 @@ from rl import build, printing
 from rl.check import check_report, this_machine
 from rl.check.check_report import check_data
 from rl.check.this_machine import fetch_small_files, fetch_weights
-from rl.config.loading import GONE, find_config, not_a_file
+from rl.config.loading import MISSING, find_config, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import write_atomically
 from rl.printing import KEY_VALUE
@@ -54,7 +54,7 @@ HELP = {
     rl check-distributed --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400
 """,
 }
-CHECK_MARKS = {
+CHECK_MARKS = {  # pattern of a line of the report -> its colour
     r"^replaced without \+.*": "yellow",
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
     "^nothing is wrong$|^no mistake found.*above\\)$": "bold green",
@@ -65,7 +65,8 @@ SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
 LOADING_LINE_S = 4.0
 """Time to the first line while a run loads; each further one comes at twice the time."""
 LEAST_RATIO, MOST_RATIO = 0.97, 1.1
-"""Of the memory of a GPU to the size in its name: 48 GB with error correction, 80 GB."""
+"""Range of the ratio of a GPU's memory to the `gpu_gb` of a config written for it: 48 GB with error
+correction have less, 80 GB more."""
 
 
 @printing.program
@@ -77,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.conformance:
         if find_spec("torch") is None:
             sys.exit("--conformance runs the plugin's model: install the training packages first")
-        python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.conformance"]
-        words = [args.conformance, *filter(None, [args.config]), *args.overrides]
-        os.execv(python[0], [*python, *words])
+        options = ["-P"] if sys.flags.safe_path else []
+        command = [sys.executable, *options, "-m", "rl.tools.conformance", args.conformance]
+        os.execv(command[0], [*command, *filter(None, [args.config]), *args.overrides])
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _refuse(_memory_problems(args, config))
         _refuse(check_report.create_and_check(config.run_dir))
         resolved = build.resolve(config)
-        problems = fetch_small_files(resolved)  # with a tokenizer, which counts a row's tokens
+        problems = fetch_small_files(resolved)  # first: `check_data` needs the tokenizer
         data = check_data(resolved, is_start=True)
         _refuse([*problems, *data.problems])
         _refuse(check_report.judge_problems(resolved, data.most_pictures))
@@ -155,8 +156,9 @@ def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
 
 
 def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
-    """Replaces a run in `policy.adapter_path` by the adapter to start from: the newest one or, for
-    a run that resumes, the one that it started from. Thus ranks agree, and records name it."""
+    """If `policy.adapter_path` names a run, put the adapter to start from in its place: the one
+    with which this run began, else the named run's newest. Ranks then agree, and records name
+    it."""
     named = config.policy.get("adapter_path")
     if not isinstance(named, str) or not named:
         return config
@@ -187,8 +189,9 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    of_ranks = argv[-1:] and Path(argv[-1]).name == "check_distributed.py"
-    name = RANKS if of_ranks else CHECK if "--check" in argv else TRAIN
+    # `rl check-distributed` appends its script.
+    is_ranks = bool(argv) and Path(argv[-1]).name == "check_distributed.py"
+    name = RANKS if is_ranks else CHECK if "--check" in argv else TRAIN
     usage = f"{name} [options]"
     if name != RANKS:
         usage += " config.jsonnet [key=value ...]"
@@ -247,7 +250,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if is_wrong:
             parser.error(problem)
     arguments = [_local_path(argument) for argument in args.arguments]
-    has_script = arguments[:1] == ["rl.train"] or "".join(arguments[:1]).endswith(".py")
+    has_script = bool(arguments) and (arguments[0] == "rl.train" or arguments[0].endswith(".py"))
     args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
@@ -263,7 +266,7 @@ def _local_path(path: str) -> str:
     """Maps the paths in EARL's launch commands to this project's."""
     if path in ("rl/train.py", "rl/nano_aha_moment.py"):
         return "rl.train"
-    if not path.startswith("rl/") or not_a_file(path) != GONE:
+    if not path.startswith("rl/") or not_a_file(path) != MISSING:
         return path
     config_path = path.removeprefix("rl/")
     return config_path if find_config(config_path) else path
@@ -272,6 +275,7 @@ def _local_path(path: str) -> str:
 def launch(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None = None
 ) -> int:
+    """Start the ranks, up to `--retries` + 1 times; the exit code, as of `main`."""
     if sys.platform != "linux":
         say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
@@ -284,14 +288,14 @@ def launch(
         is_stopped = ending.code - 128 in signals.STOP_SIGNALS
         if config is None or args.retries == 0 or ending.code == 0 or is_stopped:
             break
-        by_signal = ending.code - 128 in signal.valid_signals()  # never so after an exception
+        by_signal = ending.code - 128 in signal.valid_signals()  # an exception's exit code is 1
         by_machine = by_signal or ending.code == supervision.HUNG_CODE
         saved = _iterations_on_disk(config.run_dir)
         if start == args.retries or not by_machine or saved <= saved_before:
             say(
-                f"not started again: {ending.what} (--retries {args.retries}: after so many "
-                "failures of the machine, each only if an iteration was saved since the last "
-                f"start; saved before this one: {saved_before}, now: {saved})"
+                f"not started again: {ending.what}. --retries {args.retries} restarts only after "
+                "the machine ended a run that had saved an iteration since its start (saved "
+                f"before: {saved_before}, now: {saved}), at most {args.retries} times"
             )
             break
         say(f"started again, {start + 1} of {args.retries}: {ending.what}")
@@ -394,7 +398,8 @@ def _start_ranks(
 
 def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
     """Set the variables that torch reads at import, unless the user has set them: on the CPU one
-    thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts."""
+    thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts; on GPUs
+    up to 8 threads per rank."""
     import torch
 
     threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))

@@ -28,7 +28,7 @@ from rl.check.this_machine import (
     machine_problems,
 )
 from rl.check.trials import START_PATIENCE_S, ask_judge, dry_problems
-from rl.config.loading import FOLDER, GONE, base_of, evaluate, find_config, not_a_file
+from rl.config.loading import FOLDER, MISSING, base_of, evaluate, find_config, not_a_file
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
@@ -54,11 +54,13 @@ def no_effect(resolved: Resolved) -> list[str]:
     """'key: why' for each key that has no effect and is set to another value than its default."""
     config, renderer, policy = resolved.config, resolved.renderer, resolved.policy
     lora, algorithm, optimizer = policy.config.lora, config.algorithm, config.optimizer
-    is_old = config.max_staleness or optimizer.updates_per_iteration > 1 or (lora and lora.dropout)
+    ratio_varies = bool(
+        config.max_staleness or optimizer.updates_per_iteration > 1 or (lora and lora.dropout)
+    )
     facts = {
         "evaluation.every_n_iterations": config.evaluation.every_n_iterations,
         "judge.is_asked": resolved.by_judge["judge"].needs_judge,
-        "policy ratio": 1 if not is_old and algorithm.loss in SHIPPED_LOSSES else "any",
+        "policy.ratio": 1 if not ratio_varies and algorithm.loss in SHIPPED_LOSSES else "any",
         "policy.has_bare_arm": (
             policy.cls.pass_through_completion is not Policy.pass_through_completion
         ),
@@ -143,7 +145,7 @@ def folder_problems(run_dir: Path) -> list[str]:
         why = not_a_file(path)
         if why == FOLDER:
             break
-        if why != GONE:
+        if why != MISSING:
             return _problem(path, f"{why or 'is a file'}; name a folder")
     opened = [run_dir / name for name in APPENDED]
     opened += [file for name in (LOGS, "judge") for file in sorted((run_dir / name).glob("*"))]
@@ -151,10 +153,10 @@ def folder_problems(run_dir: Path) -> list[str]:
         why = not_a_file(path)
         if path.is_symlink() and why != FOLDER:  # folders may be links to another disk
             return _problem(path, "is a link, and a run does not write through links; remove it")
-        if why not in ("", GONE, FOLDER):
+        if why not in ("", MISSING, FOLDER):
             return _problem(path, "is not an ordinary file; remove it")
         mode = os.W_OK | (os.X_OK if why == FOLDER else 0)
-        if why != GONE and not os.access(path, mode, effective_ids=True):
+        if why != MISSING and not os.access(path, mode, effective_ids=True):
             return _problem(path, READ_ONLY.format("no permission, or a read-only disk"))
     return []
 
@@ -187,7 +189,7 @@ Values = Mapping[str, Any]
 NAMES = ("run_name", "base_exp_dir")
 """Keys that every config sets, and that the imported file may lack."""
 BY_NAME = ("rewards", "weights")
-"""Their keys are names of rewards; others are no mistake."""
+"""Sections whose keys are names of rewards: to drop some of these is no mistake."""
 
 
 def dropped(
@@ -208,10 +210,10 @@ def dropped(
             now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
     lines = []
     for section, lost in _replaced(own, base, "\n".join([file.read_text("utf-8"), *overrides])):
-        keys = [key for key, value in lost.items() if value != now.get(f"{section}.{key}", ...)]
+        keys = [key for key, was in lost.items() if (f"{section}.{key}", was) not in now.items()]
         if keys:
             parts = section.split(".")
-            keep = f"{'+: { '.join([*parts, '...'])}{' }' * len(parts)}"
+            keep = "+: { ".join([*parts, "..."]) + " }" * len(parts)
             lines.append(f"{section}: drops {', '.join(keys)} of {name}; write {keep} to keep them")
     return lines
 
@@ -272,14 +274,14 @@ def check_data(resolved: Resolved, is_start: bool = False) -> DataReport:
             continue
         findings = source.findings
         left_out = f"; left out as bad: {source.num_skipped}" if source.num_skipped else ""
-        unread = "".join(f"; not read: {text}" for text in findings.unread)
-        report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{unread}")
+        not_read = "".join(f"; not read: {text}" for text in findings.unread)
+        report.lines.append(f"{plugin.key}: rows: {len(source)}{left_out}{not_read}")
         report.lines += [f"  {reason}" for reason in findings.left_out]
         report.num_rows[plugin.key] = len(source)
         report.most_pictures = max(report.most_pictures, findings.most_pictures)
         report.checked.update(findings.checked)
-        label = f"{plugin.key}: closing {plugin.name}"
-        report.problems += find.attempt(label, source.close)[1]
+        _, closing = find.attempt(f"{plugin.key}: closing {plugin.name}", source.close)
+        report.problems += closing
     return report
 
 
@@ -301,7 +303,7 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
     return config_problems or dry_problems(resolved)
 
 
-def remarks(resolved: build.Resolved, drops: Sequence[str] = ()) -> dict[str, list[str]]:
+def remarks(resolved: Resolved, drops: Sequence[str] = ()) -> dict[str, list[str]]:
     """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one.
     `drops`: as from `dropped`."""
     lines_by_title = {
@@ -324,14 +326,12 @@ def problems_here(
     own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
-    on_host = memory_plan.host_footprint(resolved, own_gb, num_ranks)
+    on_host = memory_plan.host_plan_of(resolved, own_gb, num_ranks)
     misfits = memory_problems(resolved, own_gb)
     return misfits or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
 
-def smallest_gpu_gb(
-    resolved: build.Resolved, machine: dist.Machine, num_ranks: int
-) -> float | None:
+def smallest_gpu_gb(resolved: Resolved, machine: dist.Machine, num_ranks: int) -> float | None:
     """Memory in GB of the smallest GPU of `machine` that holds a rank's policy; None if none
     does."""
     stated = memory_plan.policy_device(resolved)
@@ -359,15 +359,14 @@ def report(
     data = check_data(resolved)
     num_ranks, pool = min(config.world_size, compatibility.RANKS_OF_A_NODE), config.pool
     host_gb = host_memory_gb() if has_gpus() else None
-    on_host = memory_plan.host_footprint(resolved, gpu_gb, num_ranks)
+    on_host = memory_plan.host_plan_of(resolved, gpu_gb, num_ranks)
     unfit = memory_problems(resolved, gpu_gb)
     unfit += memory_plan.host_problems(on_host, num_ranks, host_gb)
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
         "plugins": [
-            f"{plugin.key:<20} {plugin.name:<22} {path}".rstrip()
+            f"{plugin.key:<20} {plugin.name:<22} {plugin.paths[0]}".rstrip()
             for plugin in resolved.plugins
-            for path in plugin.paths[:1]
         ],
         "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),
@@ -390,9 +389,9 @@ def report(
     failures = failures or dry_problems(resolved)
     if online and not failures:
         for key, part in resolved.by_judge.items():
-            lines, problems = _asked_now(part, data.most_pictures)
+            lines, found = _asked_now(part, data.most_pictures)
             blocks[f"{key}, asked now"] = lines
-            failures += problems if key == "judge" else [f"{key}: {text}" for text in problems]
+            failures += found if key == "judge" else [f"{key}: {text}" for text in found]
     blocks |= warnings
     num_warnings = sum(map(len, warnings.values()))
     verdict, code = _verdict(failures, memory_plan.unknowns(resolved), num_warnings)
@@ -400,17 +399,21 @@ def report(
     return "\n".join([*lines, verdict]), code
 
 
-def judge_problems(resolved: build.Resolved, num_sources: int) -> list[str]:
-    """What a start would find out about the judge after it has fetched models; [] if none is to be
-    fetched. `num_sources`: as in `ask_judge`."""
+def judge_problems(resolved: Resolved, num_sources: int) -> list[str]:
+    """Ask the judge before models are downloaded; [] if there is nothing to download.
+    `num_sources`: as in `ask_judge`."""
     main = resolved.by_judge["judge"]
-    if not main.needs_judge or is_offline() or all(known for *_, known in hub_models(resolved)):
+    if (
+        not main.needs_judge
+        or is_offline()
+        or all(is_cached for *_, is_cached in hub_models(resolved))
+    ):
         return []
     return _asked_now(main, num_sources, START_PATIENCE_S)[1]
 
 
 def _asked_now(
-    resolved: build.Resolved, num_sources: int, wait_s: float = 0.0
+    resolved: Resolved, num_sources: int, wait_s: float = 0.0
 ) -> tuple[list[str], list[str]]:
     """(what the judge's endpoints answered, problems). `wait_s`: time limit of a judge's start."""
     judge = resolved.config.judge
@@ -433,7 +436,7 @@ def _verdict(problems: list[str], unknowns: list[str], num_warnings: int = 0) ->
     return text + (f"; warnings above: {num_warnings}" if num_warnings else ""), 0
 
 
-def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[str]:
+def _batch_lines(resolved: Resolved, num_rows: Mapping[str, int]) -> list[str]:
     config, ranks = resolved.config, resolved.config.world_size
     completions = config.prompts_per_iteration * config.generations_per_prompt
     makes_images = resolved.renderer.cls.makes_images
@@ -468,7 +471,7 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
     return [f"{name:<20} {text}" for name, text in lines.items()]
 
 
-def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
+def _length(resolved: Resolved, num_rows: Mapping[str, int]) -> str:
     """The run's length in iterations and in epochs, if the number of samples is known. `num_rows`:
     that of each data source which has been read."""
     config, counts = resolved.config, [num_rows.get(plugin.key, 0) for plugin in resolved.train]
@@ -484,7 +487,7 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     )
 
 
-def questions_per_picture(resolved: build.Resolved) -> int:
+def questions_per_picture(resolved: Resolved) -> int:
     """Judge requests about one picture of training."""
     return sum(
         plugin.cls.num_questions(plugin.config)
@@ -493,7 +496,7 @@ def questions_per_picture(resolved: build.Resolved) -> int:
     )
 
 
-def _judge_lines(resolved: build.Resolved) -> list[str]:
+def _judge_lines(resolved: Resolved) -> list[str]:
     config, judge = resolved.config, resolved.config.judge
     if not resolved.needs_judge:
         return ["is not asked"]
@@ -516,7 +519,7 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     return lines
 
 
-def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
+def _audit_problems(resolved: Resolved) -> Iterator[str]:
     for key, part in resolved.by_judge.items():
         judge = part.config.judge
         verdict = trials.verdict(part) if trials.rewards_that_ask(part) else None
@@ -524,9 +527,9 @@ def _audit_problems(resolved: build.Resolved) -> Iterator[str]:
             yield f"{key}.audit: {verdict.text}"
 
 
-def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:
+def _memory_lines(resolved: Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:
     unknown = [f"unknown: {text}" for text in memory_plan.unknowns(resolved)]
-    planned = memory_plan.footprint(resolved, gpu_gb)
+    planned = memory_plan.plan_of(resolved, gpu_gb)
     if planned is None:
         device = memory_plan.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
@@ -546,11 +549,11 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
     table = [["GB", *PHASES]]
-    for row in planned.rows:
-        gb = f"{row.gb:.1f}"
-        table.append([row.part, *(gb if phase in row.phases else "" for phase in PHASES)])
+    for item in planned.items:
+        gb = f"{item.gb:.1f}"
+        table.append([item.part, *(gb if phase in item.phases else "" for phase in PHASES)])
     table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in PHASES)])
-    width = max(len(row.part) for row in planned.rows)
+    width = max(len(item.part) for item in planned.items)
     return [f"{part:<{width}}" + "".join(f"{cell:>11}" for cell in cells) for part, *cells in table]
 
 

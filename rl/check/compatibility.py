@@ -426,7 +426,7 @@ REMEDIES: Sequence[tuple[str, str, Any, tuple[Any, ...], str]] = (
     ("gradients", "optimizer.zero_stage", 2, (2, 3), "on several ranks"),
     ("policy weights", "optimizer.zero_stage", 3, (3,), "on several ranks"),
 )
-"""(beginning of the plan's row that it shrinks, key, value, values with which it does not, cost).
+"""(beginning of the plan's item that it shrinks, key, value, values with which it does not, cost).
 The cheapest is the first."""
 LAST_REMEDIES: Sequence[tuple[str, str]] = (
     ("engine ", "engine={type:'transformers'} (no weights of its own, sampling takes minutes)"),
@@ -434,12 +434,12 @@ LAST_REMEDIES: Sequence[tuple[str, str]] = (
     ("judge", "another GPU for judge.start_command (CUDA_VISIBLE_DEVICES)"),
 )
 MIN_SHARE = 0.02
-"""Share of the GPU below which a row is not named."""
+"""Share of the GPU below which an item is not named."""
 
 
 def memory_problems(resolved: Resolved, gpu_gb: float) -> list[str]:
     """Why the run does not fit the policy's GPU; [] also if the sizes are unknown."""
-    planned = memory_plan.footprint(resolved, gpu_gb)
+    planned = memory_plan.plan_of(resolved, gpu_gb)
     if planned is None:
         return []
     engine = planned.engine
@@ -462,13 +462,13 @@ def engine_dtype(resolved: Resolved) -> str:
 
 
 def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
-    """The fullest phase of a plan that does not fit, its largest rows, and what shrinks them."""
+    """The fullest phase of a plan that does not fit, its largest items, and what shrinks them."""
     phase = max(memory_plan.PHASES, key=planned.total_gb)
-    rows = [r for r in planned.rows if phase in r.phases and r.gb > MIN_SHARE * gpu_gb]
-    rows.sort(key=lambda row: -row.gb)
+    items = [i for i in planned.items if phase in i.phases and i.gb > MIN_SHARE * gpu_gb]
+    items.sort(key=lambda item: -item.gb)
 
     def is_full_of(part: str) -> bool:
-        return any(f"{row.part} ".startswith(part) for row in rows)
+        return any(f"{item.part} ".startswith(part) for item in items)
 
     optimizer = resolved.config.optimizer
     sections = {"engine": resolved.engine.config, "optimizer": optimizer}
@@ -490,7 +490,7 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
     remedies += [text for part, text in LAST_REMEDIES if is_full_of(part)]
     return (
         f"memory: DOES NOT FIT by {planned.peak_gb - gpu_gb:.1f} GB: {planned.peak_gb:.1f} GB of "
-        f"{gpu_gb:g} in phase {phase!r} ({', '.join(map(str, rows))}); what shrinks these, the "
+        f"{gpu_gb:g} in phase {phase!r} ({', '.join(map(str, items))}); what shrinks these, the "
         f"cheapest first: {', '.join(dict.fromkeys(remedies)) or 'no key'}; else larger GPUs, or "
         "a smaller model"
     )

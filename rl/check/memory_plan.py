@@ -33,8 +33,9 @@ AWAKE = (LOAD, "generate")
 """The only phases in which a non-resident engine is awake."""
 PHASES = (*AWAKE, "condition", "render", "reference", "learn", "step")
 Conditioning = Literal["kept forward", "forward", "none"]
-"""What the policy computes while the renderer's input is made: the forward whose graph the backward
-uses, another forward, or nothing (the renderer reads text or tokens)."""
+"""Which forward the policy runs before the reference pass: the one whose graph the backward uses;
+one without a graph (states that are computed again, or the old log-probs of `max_staleness`); or
+none."""
 BUCKET_PARAMS = 5e8
 """Largest number of gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
@@ -168,18 +169,19 @@ class InferenceEngine:
 
     def on_gpu(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
         """This engine with its workspace (vLLM runs its largest step once when it starts) and its
-        cache: by the stated share, or for that many completions of full length, or for as many as
-        fit in `room_gb`, at least one."""
+        cache: of the stated share or, without one, for `num_completions` of full length, but no
+        more than `max_num_seqs` and no more than fit in `room_gb`; at least one."""
         largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
         step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
         workspace_gb = self.own_gb + step_tokens * self.step_bytes / 1e9
         if self.share is not None:
             cache_gb = self.share * gpu_gb - self.weights_gb - workspace_gb
         else:
-            left_gb = room_gb - self.weights_gb - workspace_gb - self.cache_of_gb(0)
-            num_fitting = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
-            at_once = max(1, min(num_completions, self.max_num_seqs, num_fitting))
-            cache_gb = self.cache_of_gb(at_once)
+            reserved_gb = self.cache_of_gb(0)  # vLLM's own block
+            left_gb = room_gb - self.weights_gb - workspace_gb - reserved_gb
+            num_fitting = int(left_gb / (self.cache_of_gb(1) - reserved_gb))
+            num_held = max(1, min(num_completions, self.max_num_seqs, num_fitting))
+            cache_gb = self.cache_of_gb(num_held)
         return replace(self, workspace_gb=workspace_gb, cache_gb=cache_gb)
 
     def cache_of_gb(self, num_completions: int) -> float:
@@ -208,7 +210,7 @@ class InferenceEngine:
 
 
 @dataclass(frozen=True)
-class Row:
+class Item:
     """One item of the plan that takes memory."""
 
     part: str
@@ -248,7 +250,7 @@ class Sizes:
     """None: the engine samples from the policy itself."""
     reads_reference: bool
     """Full fine-tuning with a KL term: the starting weights are copied to the GPU when needed."""
-    frozen: Sequence[Row]
+    frozen: Sequence[Item]
     """Renderer and reward models on the rank's GPU."""
     host_shared_gb: float = 0.0
     """Frozen weights in host memory that all ranks of a machine share."""
@@ -275,7 +277,7 @@ class Sizes:
 class Plan:
     """All items in a GPU's memory; `total_gb` sums them per phase."""
 
-    rows: Sequence[Row]
+    items: Sequence[Item]
     engine: InferenceEngine | None = None
     """With the size of its cache; None: there is no engine with weights of its own."""
     together_gb: float = 0.0
@@ -284,8 +286,8 @@ class Plan:
     """Whether the engine keeps its memory in all phases."""
 
     def total_gb(self, phase: str) -> float:
-        """Sum of the rows of `phase`."""
-        return sum(row.gb for row in self.rows if phase in row.phases)
+        """Sum of the items of `phase`."""
+        return sum(item.gb for item in self.items if phase in item.phases)
 
     @property
     def peak_gb(self) -> float:
@@ -305,7 +307,8 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
-    """The engine's memory that the plan computed; None if the config states a share."""
+    """The engine's memory that the plan computed; None if the config states a share, or the engine
+    samples from the policy itself."""
     engine = planned.engine
     if engine is None or engine.share is not None:
         return None
@@ -328,27 +331,27 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory of a GPU that only one rank uses, with engine, renderer and learner."""
-    rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes), *sizes.frozen]
-    rows += _forward_rows(sizes)
+    items = [Item("CUDA context", CONTEXT_GB, PHASES), *_state_items(sizes), *sizes.frozen]
+    items += _forward_items(sizes)
     if sizes.judge_share:
-        rows.append(Row("judge", sizes.judge_share * gpu_gb, PHASES))
+        items.append(Item("judge", sizes.judge_share * gpu_gb, PHASES))
     if sizes.engine is None:
         num_tokens = sizes.num_completions * sizes.longest_tokens
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
-        return Plan([*rows, Row("key-value cache", cache_gb, ("generate",))])
-    others, residency = Plan(rows), sizes.engine.residency
+        return Plan([*items, Item("key-value cache", cache_gb, ("generate",))])
+    others, residency = Plan(items), sizes.engine.residency
     most_gb = (1 - FREE_SHARE) * gpu_gb
     beside_gb = max(map(others.total_gb, PHASES if residency == "resident" else AWAKE))
     engine = sizes.engine.on_gpu(sizes.num_completions, gpu_gb, most_gb - beside_gb)
     together_gb = others.peak_gb + engine.claimed_gb
     stays = residency == "resident" or (residency == "auto" and together_gb <= most_gb)
-    rows.append(Row("engine", engine.claimed_gb - engine.own_gb, PHASES if stays else AWAKE))
-    rows.append(Row("engine's buffers, also asleep", engine.own_gb, PHASES))
-    return Plan(rows, engine, together_gb, stays)
+    items.append(Item("engine", engine.claimed_gb - engine.own_gb, PHASES if stays else AWAKE))
+    items.append(Item("engine's buffers, also asleep", engine.own_gb, PHASES))
+    return Plan(items, engine, together_gb, stays)
 
 
-def _state_rows(sizes: Sizes) -> list[Row]:
-    """Rows of the policy's weights, optimizer state and gradients."""
+def _state_items(sizes: Sizes) -> list[Item]:
+    """Items of the policy's weights, optimizer state and gradients."""
     ranks, stage = sizes.world_size, sizes.zero_stage
     full, trained = sizes.lora_rank is None, sizes.trained_params
     # float32 moments, and a float32 master beside weights that are not float32 themselves.
@@ -362,28 +365,29 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
     weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
-    # Reference passes, and backward passes that need no other rank, run while the judge is still
-    # grading.
+    # While the judge grades, reference passes alternate with backwards that need no other rank: the
+    # gradients of earlier groups exist during later reference passes.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
-    rows = [
-        Row("policy weights", weights_gb, PHASES),
-        Row("optimizer state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
-        Row("gradients", gradient_gb, backward),
-        Row("optimizer, workspace", step_bytes / 1e9, ("step",)),
+    items = [
+        Item("policy weights", weights_gb, PHASES),
+        # With LoRA, the adapter's weights, which are float32, are part of this item.
+        Item("optimizer state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
+        Item("gradients", gradient_gb, backward),
+        Item("optimizer, workspace", step_bytes / 1e9, ("step",)),
     ]
     if full and stage == 0 and sizes.bytes_per_weight != 4:  # summed in float32 after each backward
         once_gb = trained * sizes.bytes_per_weight / 1e9
-        rows.append(Row("gradients of one backward", once_gb, ("learn",)))
+        items.append(Item("gradients of one backward", once_gb, ("learn",)))
     if stage >= 1:
-        bucket_gb = min(trained, BUCKET_PARAMS) * (4 if not full else sizes.bytes_per_weight) / 1e9
-        rows.append(Row("gradient bucket", bucket_gb, ("learn",)))
+        bucket_gb = min(trained, BUCKET_PARAMS) * (sizes.bytes_per_weight if full else 4) / 1e9
+        items.append(Item("gradient bucket", bucket_gb, ("learn",)))
     if sizes.reads_reference:
-        rows.append(Row("reference weights", sizes.weights_gb, ("reference",)))
-    return rows
+        items.append(Item("reference weights", sizes.weights_gb, ("reference",)))
+    return items
 
 
-def _forward_rows(sizes: Sizes) -> list[Row]:
-    """Rows of the activations of the policy's forwards and backwards."""
+def _forward_items(sizes: Sizes) -> list[Item]:
+    """Items of the activations of the policy's forwards and backwards."""
     model, per_value = sizes.model, sizes.bytes_per_weight
     adapted = None if sizes.lora_rank is None else sizes.lora_modules
     kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
@@ -391,20 +395,20 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
     kept_early = ("condition", "render") if sizes.conditioning == "kept forward" else ()
     forward = ("reference",) if sizes.conditioning == "none" else ("condition", "reference")
-    rows = [
-        Row("activations, kept", sizes.kept_tokens * kept_gb, (*kept_early, "reference", "learn")),
-        Row("forward, workspace", sizes.forward_tokens * forward_gb, forward),
-        Row("backward, workspace", sizes.forward_tokens * backward_gb, ("learn",)),
-        Row("logits, one chunk", LOGITS_GB, (*forward, "learn")),
+    items = [
+        Item("activations, kept", sizes.kept_tokens * kept_gb, (*kept_early, "reference", "learn")),
+        Item("forward, workspace", sizes.forward_tokens * forward_gb, forward),
+        Item("backward, workspace", sizes.forward_tokens * backward_gb, ("learn",)),
+        Item("logits, one chunk", LOGITS_GB, (*forward, "learn")),
     ]
     if not sizes.all_kept:
-        rows.append(Row("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",)))
-    return rows
+        items.append(Item("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",)))
+    return items
 
 
 def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> dict[str, float]:
-    """Part -> GB of the host memory of one node with `num_ranks` ranks, including the run's first
-    rank, while it saves; the page cache, which the kernel can reclaim, is left out."""
+    """Part -> GB of host memory of the node with the run's first rank and `num_ranks` ranks in all,
+    while it saves; without the page cache, which the kernel can reclaim."""
     parts = {"processes": num_ranks * PROCESS_GB}
     if frozen_gb := sizes.host_shared_gb + num_ranks * sizes.host_copied_gb:
         parts["models, not on the GPU"] = frozen_gb
@@ -445,7 +449,7 @@ def host_problems(
     ]
 
 
-# ---- footprint -----------------------------------------------------------------------------------
+# ---- plan of a config ----------------------------------------------------------------------------
 # Collects the sizes that the memory plan needs from a config's plugins.
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -455,16 +459,16 @@ TOWERS = {"visual", "vision_model", "vision_tower"}
 """Names of the module that encodes pictures, in transformers' model classes."""
 
 
-def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
+def plan_of(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
     """The plan for one rank's GPU; None if the policy is on the CPU or its shape is unknown.
     `folder`: the folder of the policy's weights, once they are downloaded."""
     rank_sizes = None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
     return None if rank_sizes is None else plan(rank_sizes, gpu_gb)
 
 
-def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> dict[str, float] | None:
-    """The plan for the host memory of a machine with `num_ranks` ranks; None as in `footprint`."""
-    on_gpu, rank_sizes = footprint(resolved, gpu_gb), sizes(resolved)
+def host_plan_of(resolved: Resolved, gpu_gb: float, num_ranks: int) -> dict[str, float] | None:
+    """The plan for the host memory of a machine with `num_ranks` ranks; None as in `plan_of`."""
+    on_gpu, rank_sizes = plan_of(resolved, gpu_gb), sizes(resolved)
     if on_gpu is None or rank_sizes is None:
         return None
     return host_plan(rank_sizes, on_gpu, num_ranks)
@@ -484,8 +488,8 @@ def unknowns(resolved: Resolved) -> list[str]:
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
-            paths = ", ".join(filter(None, plugin.paths[:1]))
-            problems.append(f"{plugin.key}: {plugin.name} does not know the size of {paths!r}")
+            path = plugin.paths[0]
+            problems.append(f"{plugin.key}: {plugin.name} does not know the size of {path!r}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         problems.append(
             "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "
@@ -495,8 +499,8 @@ def unknowns(resolved: Resolved) -> list[str]:
 
 
 def judge_share(resolved: Resolved) -> float | None:
-    """Share of a rank's GPU that a judge takes that the run starts: what its command states; 0 if
-    there is none, or if the command names its GPUs; None if it says neither."""
+    """Share of a rank's GPU for all judges that the run starts, as their commands state it; a
+    command that names its GPUs counts 0; None if one states neither."""
     total = 0.0
     for part in resolved.by_judge.values():
         command = shlex.join(part.config.judge.start_command)
@@ -549,7 +553,7 @@ def kept_tokens(resolved: Resolved) -> tuple[int, str]:
 
 
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """The sizes of one rank; None if the policy's shape is unknown. `folder`: as in `footprint`."""
+    """The sizes of one rank; None if the policy's shape is unknown. `folder`: as in `plan_of`."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
     model = _policy_model(resolved, folder)
@@ -578,7 +582,7 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
         conditioning=_conditioning(resolved),
         judge_share=judge_share(resolved) or 0.0,
-        frozen=[row for plugin in resolved.model_runners for row in _frozen_rows(resolved, plugin)],
+        frozen=[item for each in resolved.model_runners for item in _frozen_items(resolved, each)],
         host_shared_gb=_frozen_host_gb(resolved, shared=True),
         host_copied_gb=_frozen_host_gb(resolved, shared=False),
     )
@@ -587,8 +591,8 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
 def _conditioning(resolved: Resolved) -> Conditioning:
     policy = resolved.policy.config
     reads_states = resolved.renderer.cls.accepts == "hidden_states"
-    reads_again = policy.thought is not None
-    if reads_states and not reads_again and getattr(policy, "conditioning", "policy") == "policy":
+    reads_plain = policy.thought is not None  # the plain prompt's states, which are computed again
+    if reads_states and not reads_plain and getattr(policy, "conditioning", "policy") == "policy":
         return "kept forward"
     return "forward" if reads_states or resolved.config.max_staleness else "none"
 
@@ -606,13 +610,13 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     num_bytes = BYTES[memory.dtype or policy.config.dtype]
     # A frozen, unsharded vision tower of the policy encodes pictures for the engine, too.
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
-    tower = 0 if without_tower else model.tower_params
-    params = model.params - model.tower_params + tower
+    params = model.params - (model.tower_params if without_tower else 0)
     return InferenceEngine(
         share=memory.share,
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
         kv_bytes=model.cached_values_per_token * num_bytes,
+        # The MLP, the hidden states, the residual, and the features of deepstack.
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
         longest_tokens=memory.max_model_len or longest,
@@ -621,21 +625,23 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     )
 
 
-def _frozen_rows(resolved: Resolved, plugin: Plugin[ModelRunner]) -> Iterator[Row]:
+def _frozen_items(resolved: Resolved, plugin: Plugin[ModelRunner]) -> Iterator[Item]:
     """What the plugin's model takes of the rank's own GPU."""
     own = policy_device(resolved)
-    # 'auto' is the rank's own GPU; for rank 0 that is cuda:0.
+    # 'auto' and 'cuda:+0' are the rank's own GPU; rank 0's is also cuda:0.
     devices = ("auto", "cuda:+0", "cuda:0" if own == "auto" else own)
     if isinstance(plugin.config, PlacedConfig) and plugin.config.device in devices:
-        cost, gb = plugin.cls.cost(plugin.config), BYTES[plugin.config.dtype] / 1e9
+        cost, gb_per_value = plugin.cls.cost(plugin.config), BYTES[plugin.config.dtype] / 1e9
         for part, number in cost.weights.items():
-            yield Row(f"{plugin.key} {part}", number * gb, PHASES)
+            yield Item(f"{plugin.key} {part}", number * gb_per_value, PHASES)
         if cost.activations:  # its parts run one after the other
-            working_gb = max(cost.activations.values()) * gb
-            yield Row(f"{plugin.key}, workspace", working_gb, ("render",))
+            working_gb = max(cost.activations.values()) * gb_per_value
+            yield Item(f"{plugin.key}, workspace", working_gb, ("render",))
 
 
 def _frozen_host_gb(resolved: Resolved, shared: bool) -> float:
+    """Frozen weights in host memory, GB: those that all ranks of a machine share, or those of which
+    each has a copy."""
     costs = [(p.cls.cost(p.config), p.config) for p in resolved.model_runners]
     return sum(
         cost.host_weights * BYTES[config.dtype] / 1e9

@@ -24,11 +24,11 @@ from pydantic.fields import FieldInfo
 # ---- paths ---------------------------------------------------------------------------------------
 # Reads regular files only, and of limited size: a pipe could block, a device may never end.
 
-GONE = "does not exist"
+MISSING = "does not exist"
 FOLDER = "is a folder, not a file"
 NO_FILE = "is a device or a pipe, not a file"
 MAX_BYTES = 64 * 10**6
-"""Of one JSON object; a run's own have a few kB."""
+"""Default limit of `read_bytes`, for files of one JSON object; those of a run have a few kB."""
 
 
 def not_a_file(path: str | Path) -> str:
@@ -36,7 +36,7 @@ def not_a_file(path: str | Path) -> str:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return GONE
+        return MISSING
     except OSError as error:
         return f"cannot be reached ({error.strerror})"
     except ValueError:  # a NUL or a lone surrogate
@@ -89,8 +89,8 @@ def read_text(path: str | Path, max_bytes: int) -> str:
 M = TypeVar("M", bound=BaseModel)
 MAX_PROBLEMS = 100
 """Limit of problems per section: finding the nearest known key takes milliseconds each."""
-MAX_SHOWN = 60
-MAX_KNOWN = 16
+MAX_SHOWN, MAX_KNOWN = 60, 16
+"""Limits of what a message shows: characters of a key or value, and names in a list."""
 _ALTERNATIVE = re.compile(r"\[key\]|str|bool|constrained-\w+|(list|tuple|literal)\[.+\]")
 """What pydantic adds to the `loc` of an error inside a union."""
 
@@ -155,7 +155,10 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     if kind == "string_type" and isinstance(given, int | float):
         hint = f"; write it in quotes (on the command line: \"{key}='{value}'\")"
     elif isinstance(given, str) and kind.endswith(("_type", "_parsing")) and kind != "string_type":
-        hint = "; write it without quotes, or std.parseJson(std.extVar(...)) for std.extVar(...)"
+        hint = (
+            "; write it without quotes; if it is std.extVar('APP__X'), write "
+            "std.parseJson(std.extVar('APP__X'))"
+        )
     return f"{key}: {value} given, {must}{hint}{description}"
 
 
@@ -194,6 +197,7 @@ def escaped(text: str, max_chars: int) -> str:
     Line ends become spaces. Whatever a terminal interprets (control characters, ANSI sequences,
     changes of direction, invisible characters) is replaced by a backslash escape.
     """
+    # Enough even if three in four are white space, without splitting megabytes.
     line = " ".join(text[: 4 * max_chars].split())
     line = printable(line[: max_chars + 1])
     is_whole = len(text) <= 4 * max_chars and len(line) <= max_chars
@@ -291,18 +295,18 @@ def evaluate(
     path: Path,
     overrides: Sequence[str],
     env: Mapping[str, str],
-    stored: Mapping[str, Any] | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """(the file's values with the overrides, None if it cannot be evaluated; all problems).
 
-    `stored`: the values to change; None: those of the file.
+    `kept`: the values to change, of a run; None: those of the file.
     A missing environment variable is a problem; its name replaces its value, so that the rest of
     the file is still checked. Imports that are not found beside the importing file come from the
     shipped configs (`base.libsonnet`).
     """
     try:  # in a thread, because no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
-            job = pool.apply_async(_evaluate, (path, overrides, env, stored))
+            job = pool.apply_async(_evaluate, (path, overrides, env, kept))
             text, problems = job.get(MAX_S)
     except multiprocessing.TimeoutError:
         reason = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
@@ -313,20 +317,21 @@ def evaluate(
     return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
 
 
-def base_of(path: Path, env: Mapping[str, str], names: Mapping[str, Any]) -> tuple[str, Any]:
+def base_of(path: Path, env: Mapping[str, str], values_of: Mapping[str, Any]) -> tuple[str, Any]:
     """(name, values) of the file upon which the one at `path` is built, `(import 'name') + { ... }`
-    at the beginning of a line; ('', {}) without one. Its keys `names` have these values."""
+    at the beginning of a line; ('', {}) without one. `values_of`: keys that are set in that file
+    first."""
     found = _BASE.search(path.read_text(encoding="utf-8", errors="replace"))
     if found is None:
         return "", {}
     beside = path.resolve().parent / found[2]
     file = beside if beside.is_file() else configs_folder() / found[2]
-    overrides = [f"{key}={json.dumps(value)}" for key, value in names.items()]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values_of.items()]
     return file.name, evaluate(file, overrides, env)[0] or {}
 
 
 def _evaluate(
-    path: Path, overrides: Sequence[str], env: Mapping[str, str], stored: Mapping[str, Any] | None
+    path: Path, overrides: Sequence[str], env: Mapping[str, str], kept: Mapping[str, Any] | None
 ) -> tuple[str | None, list[str]]:
     """(JSON or None, problems)."""
     variables = {name: value for name, value in env.items() if name.startswith("APP__")}
@@ -337,9 +342,9 @@ def _evaluate(
         folders = [str(configs_folder())]
         return str(_jsonnet.evaluate_snippet("", text, ext_vars=variables, jpathdir=folders))
 
-    text = f"import {json.dumps(str(path.resolve()))}" if stored is None else json.dumps(stored)
+    text = f"import {json.dumps(str(path.resolve()))}" if kept is None else json.dumps(kept)
     try:
-        "".join(overrides).encode()
+        "".join(overrides).encode()  # raises UnicodeError for a lone surrogate
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals or not all(key.split(".")):
@@ -388,6 +393,7 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
 def _message(error: str, path: Path) -> str:
     """Jsonnet's message without its stack frames, and file:line of the first that is in a file."""
     message = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
+    # A line of Jsonnet's trace: <tab>my.jsonnet:3:5-9<tab>object <anonymous>
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
             return message if file in message else f"{message} (at {file}:{line})"
@@ -395,7 +401,8 @@ def _message(error: str, path: Path) -> str:
 
 
 # ---- formats -------------------------------------------------------------------------------------
-# Format numbers of files; one rises if a name or meaning changes, not for a key with a default.
+# Format numbers of files. A number rises when the name or meaning of a key changes, not when a key
+# with a default is added.
 
 CONFIG_FORMAT = 3
 """The only format of configs and run folders that this version reads. A config has it as its key
@@ -404,7 +411,7 @@ CHECKPOINT_FORMAT = 1
 """`format` of state.json."""
 ADAPTER_FORMAT = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
-GONE_KEYS: Mapping[str, tuple[Any, str]] = {
+REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
     "data.max_image_side_px": (8192, "downscale the pictures"),
     "engine.adapter": ("served", ""),
@@ -457,22 +464,23 @@ GONE_KEYS: Mapping[str, tuple[Any, str]] = {
 """Pattern of a key that an older version knew -> (its only value now, what to use instead). A
 config may still set that value, and a run's record may hold any. Plugins of the user's own, whose
 `type` has a dot, may have a key of that name."""
-DRAWN = (
+CHANGED_OUTPUT = (
     "policy.thought.*",
     "policy.constrained",
     "policy.text_encoder_subfolder",
     "renderer.sigmas",
     "renderer.scheduler_overrides.*",
 )
-"""Those of `GONE_KEYS` with which a run wrote or drew something else."""
-TRAINED = (
-    *DRAWN,
+"""Those of `REMOVED_KEYS` that, at another value, changed what the policy wrote or the renderer
+drew."""
+CHANGED_TRAINING = (
+    *CHANGED_OUTPUT,
     "policy.train_*",
     "rewards.*_tag",
     "rewards.*.scores.*.group",
     "evaluation.judge",
 )
-"""Those with which it trained or was measured otherwise."""
+"""Those that, at another value, changed training or its measurement."""
 
 
 def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -492,48 +500,51 @@ def number_of(written: Mapping[str, Any]) -> Any:
     return written.get("format", 1 if "run_name" in written else None)
 
 
-def without_gone_keys(
+def without_removed_keys(
     section: Mapping[str, Any], at: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the section at the key `at` without `GONE_KEYS`, those it had: dotted key -> value)."""
+    """(the section at the key `at` without `REMOVED_KEYS`, those it had: dotted key -> value)."""
     kept: dict[str, Any] = {}
-    gone: dict[str, Any] = {}
+    removed: dict[str, Any] = {}
     is_own = "." in str(section.get("type"))
     for name, value in section.items():
         key = f"{at}.{name}" if at else name
-        if not is_own and any(fnmatchcase(key, pattern) for pattern in GONE_KEYS):
-            gone[key] = value
+        if not is_own and any(fnmatchcase(key, pattern) for pattern in REMOVED_KEYS):
+            removed[key] = value
         elif isinstance(value, Mapping) and (not is_own or name == "judge"):
-            kept[name], inner = without_gone_keys(value, key)  # `thought: {}` is a thought
-            gone |= inner
+            # An empty section stays: `thought: {}` asks for a thought.
+            kept[name], inner = without_removed_keys(value, key)
+            removed |= inner
         else:
             kept[name] = value
-    return kept, gone
+    return kept, removed
 
 
-def use_of_gone_keys(gone: Mapping[str, Any]) -> list[str]:
-    """A sentence for each of the keys of `without_gone_keys` that is set to another value than the
-    one that it still may have."""
+def use_of_removed_keys(removed: Mapping[str, Any]) -> list[str]:
+    """A sentence for each of the keys of `without_removed_keys` that is set to another value than
+    the one that it still may have."""
     problems = []
-    for key, value in gone.items():
-        only, instead = next(GONE_KEYS[p] for p in GONE_KEYS if fnmatchcase(key, p))
+    for key, value in removed.items():
+        only, instead = next(REMOVED_KEYS[p] for p in REMOVED_KEYS if fnmatchcase(key, p))
         if value != only:
             why = instead or f"it is always {json.dumps(only)}"
             problems.append(f"{key}: this key was removed, delete it; {why}")
     return problems
 
 
-def stored(config: Mapping[str, Any], label: str, needs: Sequence[str] = ()) -> dict[str, Any]:
-    """A run's stored config, without `GONE_KEYS`; `label` is its name in messages. Raises
-    ValueError if it has another format, or sets a removed key of `needs` (patterns) to another
-    value than the one that it has now."""
+def stored(config: Mapping[str, Any], label: str, refused: Sequence[str] = ()) -> dict[str, Any]:
+    """A run's stored config, without `REMOVED_KEYS`; `label` is its name in messages. `refused`:
+    patterns of removed keys that must have the value that this version always uses.
+
+    Raises ValueError if one of them has not, or if the config has another format.
+    """
     if problem := refusal(label, number_of(config), CONFIG_FORMAT, oldest=CONFIG_FORMAT):
         raise ValueError(problem)
-    kept, gone = without_gone_keys(config)
+    kept, removed = without_removed_keys(config)
     lost = [
         f"{key}={json.dumps(value)}"
-        for key, value in gone.items()
-        if use_of_gone_keys({key: value}) and any(fnmatchcase(key, p) for p in needs)
+        for key, value in removed.items()
+        if use_of_removed_keys({key: value}) and any(fnmatchcase(key, p) for p in refused)
     ]
     if lost:
         raise ValueError(
@@ -630,7 +641,7 @@ class Converted(BaseModel):
     train_paths_file: list[str] = []
     coefficients: list[float] = []
     val_paths_file: list[str] = []
-    val_coefficients: list[Annotated[float, Field(ge=1, le=1)]] = []
+    val_coefficients: list[Annotated[float, Field(ge=1, le=1)]] = []  # only 1 is supported
     episodes_per_iteration: Count
     generations_per_sample: Count
     per_device_batch_size: Count | None = None
@@ -660,11 +671,11 @@ def is_earls(values: Mapping[str, Any], required: Sequence[str]) -> bool:
 
 
 def from_earl(
-    values: Mapping[str, Any], sections: Sequence[str], file_name: str
+    values: Mapping[str, Any], top_level_keys: Sequence[str], file_name: str
 ) -> tuple[Values, list[str]]:
-    """(the same run in the nested schema, problems). `sections`: the schema's top-level keys;
-    `file_name`: the run's name if `values` has none. Keys of the schema override EARL's fields."""
-    direct = {name: values[name] for name in values if name in sections and name not in KEPT}
+    """(the same run in the nested schema, problems). `top_level_keys`: of the schema; `file_name`:
+    the run's name if `values` has none. Keys of the schema override EARL's fields."""
+    direct = {name: values[name] for name in values if name in top_level_keys and name not in KEPT}
     # EARL also read the word 'none', in upper or lower case, as null.
     flat = {n: v for n, v in values.items() if n not in direct and str(v).lower() != "none"}
     fields, problems = validate(EarlFields, flat)

@@ -122,7 +122,7 @@ class SamplingConfig(Section):
     """Longest completion, tokens, stop token included."""
 
 
-RATIO_IS_1 = Unread("policy ratio", 1)
+RATIO_IS_1 = Unread("policy.ratio", 1)
 """One update an iteration and `max_staleness: 0`: nothing is ever clipped."""
 
 
@@ -548,8 +548,8 @@ def load_config(
         values, mistakes = loading.from_earl(values, list(RunConfig.model_fields), Path(path).stem)
         if mistakes:
             raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
-    values, gone = loading.without_gone_keys(values)
-    problems += [f"{path}: {problem}" for problem in loading.use_of_gone_keys(gone)]
+    values, removed = loading.without_removed_keys(values)
+    problems += [f"{path}: {problem}" for problem in loading.use_of_removed_keys(removed)]
     config, mistakes = validate(RunConfig, values)
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import model_validator
 
 from rl.api.plugin import FileConfig
-from rl.config.loading import FOLDER, GONE, not_a_file
+from rl.config.loading import FOLDER, MISSING, not_a_file
 from rl.config.schema import Unread
 from rl.data.rows import MAX_SHOWN, BadRowError, Columns, Lines, Rows, RowsConfig, RowsSource
 from rl.printing import excerpt
@@ -176,7 +176,7 @@ def _is_local(config: HfDatasetConfig) -> bool:
     no 'owner/name'."""
     path = Path(config.path)
     is_hub_id = config.path.count("/") == 1 and config.path[0] not in "./~"
-    return not_a_file(path) != GONE or path.suffix in _BUILDERS or not is_hub_id
+    return not_a_file(path) != MISSING or path.suffix in _BUILDERS or not is_hub_id
 
 
 def _columns_read(config: HfDatasetConfig, available: Sequence[str]) -> list[str]:

@@ -437,8 +437,8 @@ def model_folder(path: Path) -> Path:
     return folder if folder.is_dir() else newest.path
 
 
-def read_state(path: Path, needs: Sequence[str] = loading.TRAINED) -> dict[str, Any]:
-    """The state.json of a checkpoint, with the run's config in it (`loading.stored`).
+def read_state(path: Path, refused: Sequence[str] = loading.CHANGED_TRAINING) -> dict[str, Any]:
+    """The state.json of a checkpoint, with the run's config in it, read by `loading.stored`.
 
     Raises ValueError if it has another format, or values that no run writes.
     """
@@ -451,7 +451,7 @@ def read_state(path: Path, needs: Sequence[str] = loading.TRAINED) -> dict[str, 
         shown = f"iteration {iteration!r:.30}, meta of type {type(meta).__name__}"
         raise ValueError(f"{path / 'state.json'} is damaged ({shown}); {_MOVE_AWAY}")
     if "config" in meta:
-        meta["config"] = loading.stored(meta["config"], f"the config in {path}", needs)
+        meta["config"] = loading.stored(meta["config"], f"the config in {path}", refused)
     return state
 
 

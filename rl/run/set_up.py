@@ -306,7 +306,7 @@ def _engine_memory(
         return True, None
     gpu_gb = look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
     gpu_gb = min(dist.gather(gpu_gb))
-    plan = memory_plan.footprint(resolved, gpu_gb, policy.engine_folder())
+    plan = memory_plan.plan_of(resolved, gpu_gb, policy.engine_folder())
     is_auto = memory_config.residency == "auto"
     if plan is None:
         if is_auto:

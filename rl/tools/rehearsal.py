@@ -384,7 +384,7 @@ def _iteration(
     ]
     makes_images = resolved.renderer.cls.makes_images
     bare_P = [
-        # The words that fill the prompt would fill the bare arm's completion as well.
+        # The words that fill the prompt would fill the bare variant's completion as well.
         policy.pass_through_completion(replace(prompt.sample, instruction="a"))
         if makes_images and config.bare_arm == "always"
         else None
@@ -421,7 +421,7 @@ def _iteration(
         learner.export_weights()
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
-        frozen = [row for row in sizes.frozen if row.part.startswith("renderer")]
+        frozen = [item for item in sizes.frozen if item.part.startswith("renderer")]
         sizes = replace(sizes, frozen=frozen, engine=None, judge_share=0.0)
         sizes = _with_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
@@ -443,8 +443,8 @@ def _with_depth(
         return sizes
     named = policy.module.named_parameters()
     params = sum(weight.numel() for name, weight in named if "lora_" not in name)
-    frozen = [row for row in sizes.frozen if row.part == "renderer, workspace"]
-    frozen.append(memory_plan.Row("renderer weights", renderer_bytes / 1e9, memory_plan.PHASES))
+    frozen = [item for item in sizes.frozen if item.part == "renderer, workspace"]
+    frozen.append(memory_plan.Item("renderer weights", renderer_bytes / 1e9, memory_plan.PHASES))
     model = replace(sizes.model, num_layers=depth, params=params)
     return replace(sizes, model=model, frozen=frozen)
 
@@ -631,10 +631,10 @@ def peaks_gb(done: Rehearsed) -> dict[str, float]:
 
 def _memory(done: Rehearsed) -> Iterator[str]:
     yield "GPU memory, GB          rehearsed     plan  error"
-    rows = [] if done.plan is None else done.plan.rows
+    items = [] if done.plan is None else done.plan.items
     for owner, num_bytes in done.weights_bytes.items():
         prefix = "policy weights" if owner == "policy" else f"{owner} "
-        planned = sum(row.gb for row in rows if row.part.startswith(prefix))
+        planned = sum(item.gb for item in items if item.part.startswith(prefix))
         if num_bytes:
             yield _row(f"{owner} weights", num_bytes / 1e9, planned or None)
     for phase, gb in peaks_gb(done).items():

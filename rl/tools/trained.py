@@ -113,14 +113,14 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
             "state.json beside it, which says how it was trained; name a run folder, or one of its "
             "checkpoints/step_*"
         )
-    state = read_state(step, loading.DRAWN)
+    state = read_state(step, loading.CHANGED_OUTPUT)
     run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent
     file = run_dir / "config.json"
     config = state["meta"].get("config")
     if file.exists():
         if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-        config = loading.stored(stored, str(file), loading.DRAWN)
+        config = loading.stored(stored, str(file), loading.CHANGED_OUTPUT)
     policy = config.get("policy") if isinstance(config, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")

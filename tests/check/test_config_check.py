@@ -344,7 +344,7 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
     for gpu_gb in (base.gpu_gb, *others):
         config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
         assert unfit(config, gpu_gb) == []
-        planned = memory_plan.footprint(build.resolve(config), gpu_gb)
+        planned = memory_plan.plan_of(build.resolve(config), gpu_gb)
         if config.policy.get("device") == "cpu":
             assert planned is None
             continue
@@ -384,8 +384,8 @@ def test_a_config_for_one_gpu_needs_no_more(gpu_gb: float) -> None:
     text, code = check_report.report(config, gpu_gb)
     assert code == 0 and text.endswith("nothing is wrong") and config.world_size == 1
     assert holds(text, "fits with ... GB to spare") and "no effect" not in text
-    planned = memory_plan.footprint(build.resolve(config), gpu_gb)
-    parts = [] if planned is None else [row.part for row in planned.rows]
+    planned = memory_plan.plan_of(build.resolve(config), gpu_gb)
+    parts = [] if planned is None else [item.part for item in planned.items]
     assert any(part.startswith("renderer") for part in parts) == (gpu_gb > 24), "no second GPU"
 
 
@@ -396,10 +396,10 @@ def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
     assert holds(problem, "in phase 'load' ... engine={type:'transformers'} (")
     config = shipped(name, "world_size=1", recompute, ENGINE)
     assert check_report.report(config, 48)[1] == 0
-    planned = memory_plan.footprint(build.resolve(config), 48)
+    planned = memory_plan.plan_of(build.resolve(config), 48)
     assert planned is not None and planned.engine is None
     # 32 completions of 768 + 256 tokens, keys and values of 36 layers and 8 heads of 128, 2 bytes.
-    [cache_gb] = [row.gb for row in planned.rows if row.part == "key-value cache"]
+    [cache_gb] = [item.gb for item in planned.items if item.part == "key-value cache"]
     assert cache_gb == pytest.approx(32 * 1024 * 2 * 36 * 8 * 128 * 2 / 1e9)
     # docs/gpu.md prints this one.
     less = ["gpu_gb=48", "prompts_per_iteration=8", "renderer.fp8=storage", ENGINE]
@@ -411,7 +411,7 @@ def test_sd3_without_t5_saves_its_weights() -> None:
     assert "renderer.use_t5=false" in remedies(unfit(shipped("one_gpu_48gb", *overrides), 32))
     t5 = build.resolve(shipped("one_gpu_48gb", *overrides))
     none = build.resolve(shipped("one_gpu_48gb", *overrides, "renderer.use_t5=false"))
-    before, after = (memory_plan.footprint(resolved, 32) for resolved in (t5, none))
+    before, after = (memory_plan.plan_of(resolved, 32) for resolved in (t5, none))
     assert before is not None and after is not None and after.peak_gb <= 32
     # 4.762 B parameters of 2 bytes.
     assert before.total_gb("render") - after.total_gb("render") == pytest.approx(4.762 * 2)
@@ -459,7 +459,7 @@ def test_a_config_that_does_not_fit_names_key_and_fix(
 
 
 def test_each_row_has_the_keys_that_shrink_it_unless_they_are_set() -> None:
-    """The fullest phase, its largest rows, then keys, the cheapest for the user first."""
+    """The fullest phase, its largest items, then keys, the cheapest for the user first."""
     [problem] = unfit(shipped("vlm_reasoning", "optimizer.gradient_checkpointing=false"), 24)
     first, *_, last = remedies([problem])
     assert holds(problem, "'learn' (activations of one forward 38.7, policy weights 3.8 ... ; what")

@@ -28,17 +28,17 @@ from rl.check.memory_plan import (
     LOGITS_GB,
     PHASES,
     InferenceEngine,
+    Item,
     Plan,
     PolicyModel,
-    Row,
     Sizes,
     engine_claim,
     engine_line,
-    footprint,
     host_plan,
     host_problems,
     judge_share,
     plan,
+    plan_of,
     residency_line,
     unknowns,
 )
@@ -47,7 +47,7 @@ from rl.meter import Recompute
 from rl.policies.qwen_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
-EDITOR = (Row("renderer transformer", 40, PHASES), Row("renderer, workspace", 2, ("render",)))
+EDITOR = (Item("renderer transformer", 40, PHASES), Item("renderer, workspace", 2, ("render",)))
 ENGINE = InferenceEngine(
     share=0.5,
     own_gb=1.5,
@@ -78,7 +78,7 @@ SIZES = Sizes(
 
 
 def gb(planned: Plan, part: str) -> float:
-    return next(row.gb for row in planned.rows if row.part == part)
+    return next(item.gb for item in planned.items if item.part == part)
 
 
 def test_lora_parameters_by_hand() -> None:
@@ -279,9 +279,9 @@ EDIT = "qwen_image_edit"
 def test_only_hidden_states_need_a_forward_before_the_picture(
     name: str, changes: list[str], kept: str, forward: str
 ) -> None:
-    planned = footprint(build.resolve(shipped(name, *changes)), 141)
+    planned = plan_of(build.resolve(shipped(name, *changes)), 141)
     assert planned is not None
-    phases = {row.part: " ".join(row.phases) for row in planned.rows}
+    phases = {item.part: " ".join(item.phases) for item in planned.items}
     assert phases["activations, kept"] == kept and phases["forward, workspace"] == forward
 
 
@@ -321,13 +321,13 @@ def test_zero_stages_under_full_fine_tuning() -> None:
 
 def test_models_on_other_devices_are_not_counted() -> None:
     elsewhere, here = (
-        footprint(build.resolve(shipped("qwen_image_edit", f"renderer.device={device}")), 141)
+        plan_of(build.resolve(shipped("qwen_image_edit", f"renderer.device={device}")), 141)
         for device in ("cuda:1", "cuda:0")
     )
     assert elsewhere is not None and here is not None
-    assert not any(row.part.startswith("renderer") for row in elsewhere.rows)
+    assert not any(item.part.startswith("renderer") for item in elsewhere.items)
     # 13.63 B + 0.127 B weights of two bytes.
-    parts = {row.part: row.gb for row in here.rows}
+    parts = {item.part: item.gb for item in here.items}
     assert parts["renderer transformer"] + parts["renderer vae"] == pytest.approx(27.5, abs=0.1)
 
 

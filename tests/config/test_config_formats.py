@@ -79,16 +79,16 @@ def test_of_an_older_run_keys_that_were_removed_are_dropped() -> None:
 def test_a_run_with_a_removed_key_that_changed_what_it_computed_is_not_gone_on_with() -> None:
     """It can still be read, and used if the key changed training alone."""
     written = {"format": loading.CONFIG_FORMAT, "policy": {"type": "emu3", "constrained": True}}
-    assert loading.stored(written, "it", loading.TRAINED)["policy"] == {"type": "emu3"}
+    assert loading.stored(written, "it", loading.CHANGED_TRAINING)["policy"] == {"type": "emu3"}
     thinks = {"format": loading.CONFIG_FORMAT, "policy": {"thought": {"loss": "all"}}}
-    stored = loading.stored(thinks, "it", loading.TRAINED)
+    stored = loading.stored(thinks, "it", loading.CHANGED_TRAINING)
     assert stored["policy"] == {"thought": {}}, "it still thinks"
     for key, value in (("constrained", False), ("train_text_tokens_only", True)):
         other = {**written, "policy": {"type": "emu3", key: value}}
         assert loading.stored(other, "it")["policy"] == {"type": "emu3"}
         with pytest.raises(ValueError, match=rf"it sets policy\.{key}=.*version"):
-            loading.stored(other, "it", loading.TRAINED)
-    assert loading.stored(other, "it", loading.DRAWN)["policy"] == {"type": "emu3"}
+            loading.stored(other, "it", loading.CHANGED_TRAINING)
+    assert loading.stored(other, "it", loading.CHANGED_OUTPUT)["policy"] == {"type": "emu3"}
 
 
 def test_a_removed_key_is_refused_only_with_another_value_than_its_default() -> None:

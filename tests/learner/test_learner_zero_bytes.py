@@ -62,4 +62,4 @@ def planned_gb(num_params: int, stage: int) -> dict[str, float]:
         world_size=NUM_RANKS, forward_tokens=1, kept_tokens=0, all_kept=True, longest_tokens=1,
         num_completions=1, checkpointing=False, engine=None, reads_reference=False, frozen=(),
     )  # fmt: skip
-    return {row.part: row.gb for row in plan(sizes, gpu_gb=80).rows}
+    return {item.part: item.gb for item in plan(sizes, gpu_gb=80).items}
