@@ -104,7 +104,7 @@ def policy(setup: Setup) -> Iterator[Line]:
         batch, outputs = step.forward(micro_batch)
         built.decode_actions(micro_batch.rows, batch, outputs)
         del batch, outputs
-    step.prefetch_reference(lambda: True)
+    step.work_ahead(lambda: True)
     step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
     step.step()
     what = "real size, policy"

@@ -122,7 +122,7 @@ class StepRunner:
             batch, outputs = train_step.forward(micro_batch)
             self.policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs
-        train_step.prefetch_reference(lambda: True)
+        train_step.work_ahead(lambda: True)
         train_step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
         train_step.step()
 

@@ -122,7 +122,7 @@ def _watch(link: Link) -> None:
     meter = link.meter
     watch_models(meter)
     meter.watch_phases()
-    meter.watch(TrainStep, "prefetch_reference", TAIL)
+    meter.watch(TrainStep, "work_ahead", TAIL)
 
 
 class ScriptedEngine(Engine):

@@ -125,7 +125,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
     """
     timer, train_step, done = run.timer, pending.train_step, pending.iteration + 1
     with timer.phase("learn"):  # the wait for the judge is a phase inside it
-        train_step.prefetch_reference(pending.is_waiting)
+        train_step.work_ahead(pending.is_waiting)
         groups = []  # as they are graded
         for group in run.graded_groups(pending):
             train_step.accumulate(group.p, group.sequences)

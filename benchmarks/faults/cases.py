@@ -74,7 +74,7 @@ _CALLS = {
     "the judge is asked": ("rl.judge.client:JudgeClient.ask", 7),
     "a reply is journalled": ("rl.judge.http:append", 6),
     "a step is planned": ("rl.learner.learner:Learner.begin", 3),
-    "reference log-probs are computed": ("rl.learner.train_step:TrainStep.prefetch_reference", 2),
+    "reference log-probs are computed": ("rl.learner.train_step:TrainStep.work_ahead", 2),
     "a backward pass": ("rl.learner.train_step:TrainStep.accumulate", 4),
     "the optimizer steps": ("rl.learner.train_step:TrainStep.step", 2),
     "weights are written back": ("rl.learner.learner:TorchBackend._write_back", 2),

@@ -163,7 +163,7 @@ class Policy(RunPlugin[PolicyConfigT]):
     max_sources: ClassVar[int] = 1
     """Limit of source pictures of a sample if the renderer has no prompt template."""
     starts_as_stock: ClassVar[bool] = False
-    """Whether its completions before training are the stock arm of held-out samples, as for
+    """Whether its completions before training are the stock variant of held-out samples, as for
     policies that write pictures and have no stock pipeline."""
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
@@ -222,7 +222,8 @@ class Policy(RunPlugin[PolicyConfigT]):
         """`text` as if the policy had written it and stopped; its log-probs are zeros."""
 
     def pass_through_completion(self, sample: Sample) -> Completion | None:
-        """The bare arm's completion: the user's own words with nothing added; None: no bare arm."""
+        """The bare variant's completion: the user's own words with nothing added; None: there is
+        none."""
         return None
 
     def cut_thought(self, prompt: Prompt) -> Prompt | None:

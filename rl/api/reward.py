@@ -66,7 +66,7 @@ class Reward(ModelRunner[ConfigT]):
     ) -> Sequence[Score] | Awaitable[Sequence[Score]]:
         """Grade a group's pictures together, one score per input in the same order; replaces
         `grade`. `inputs_G`: one prompt's rendered completions under the same noise, without
-        duplicates, and last the bare arm if there is one."""
+        duplicates, and last the bare variant if there is one."""
         raise NotImplementedError
 
     @classmethod

@@ -148,7 +148,7 @@ class Prompt:
 
     @property
     def plain(self) -> Prompt:
-        """The prompt for words without a thought (bare arm, reference completions)."""
+        """The prompt for words without a thought (bare variant, reference completions)."""
         return self.without_thought or self
 
 

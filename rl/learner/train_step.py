@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,8 @@ from rl.ranks.dist import Dist, is_sharded
 # ---- micro batches -------------------------------------------------------------------------------
 # Packs a rank's groups into micro-batches, keeps ranks in step, and runs forwards without graphs.
 #
-# Axes: `_P` prompts on this rank, `_G` completions of a prompt.
+# Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
+# completion tokens, right-padded.
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
@@ -44,13 +45,13 @@ FILLER: Member = (-1, 0)
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows of one packed forward: whole groups, as many as the token budget takes."""
+    """Rows of one packed forward: whole groups where they fit in the token budget."""
 
     rows: tuple[Row, ...]
     members: tuple[Member, ...]
     """The completion that each row belongs to."""
     trainable: tuple[Member, ...] = ()
-    """All members but fillers and those of the bare arm."""
+    """All members but fillers and those of the bare variant."""
 
     @property
     def to_read(self) -> tuple[Member, ...]:
@@ -143,7 +144,7 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
 def by_member(
     micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
 ) -> dict[Member, list[float]]:
-    """Completion -> its [T] log-probs, without padding."""
+    """Completion -> the log-probs of its own tokens, without padding, nats."""
     values_BC = outputs.logprobs.detach().tolist()
     rows = micro_batch.rows_of(members)
     return {
@@ -226,6 +227,8 @@ MAXIMA = ("policy/ratio_max", "mismatch/max_abs_dlogp")
 
 @dataclass
 class LearnerMetrics:
+    """The metrics of one `TrainStep`, collected without waiting for the GPU."""
+
     device: str = "cpu"
     metrics: Metrics = field(default_factory=Metrics)
     num_applied: int = 0
@@ -239,7 +242,8 @@ class LearnerMetrics:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """On a GPU: the time in which it does the work that is queued inside."""
+        """Count the block's time for `phase`; on a GPU, the time in which the device does what is
+        queued inside."""
         start = time_mark(self.device)
         yield
         self.spans[phase].append((start, time_mark(self.device)))
@@ -279,9 +283,10 @@ class LearnerMetrics:
                 "mismatch/weight_mean": importance.mean(),
                 "mismatch/weight_capped": (importance >= importance_cap).float().mean(),
             }
-            for estimator in ("k1", "k3"):
-                values[f"mismatch/{estimator}"] /= len(tokens_N2)
-                if reference is not None:
+            for name in ("mismatch/k1", "mismatch/k3"):  # `mismatch` sums; these are means
+                values[name] /= len(tokens_N2)
+            if reference is not None:
+                for estimator in ("k1", "k3"):
                     kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)
                     values[f"kl/reference_{estimator}"] = of_tokens(kl).mean()
         vector = torch.stack([value.detach().double() for value in values.values()])
@@ -296,7 +301,7 @@ class LearnerMetrics:
             self.sums["tokens"] += num_tokens
             if num_tokens:
                 self.metrics.total("tokens/trained", num_tokens)
-            for name, value in zip(names, fetched):  # noqa: B905 - values of later ones follow
+            for name, value in zip(names, islice(fetched, len(names)), strict=True):
                 if name in SUMS:
                     self.sums[name] += value
                 elif name in MAXIMA:
@@ -330,8 +335,7 @@ class LearnerMetrics:
 # ---- train step ----------------------------------------------------------------------------------
 # Runs an iteration's forwards, backwards and optimizer steps, each as early as possible.
 #
-# Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
-# completion tokens, right-padded.
+# Axes: as for micro-batches, above.
 
 log = logging.getLogger(__name__)
 
@@ -382,12 +386,12 @@ class TrainStep:
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
     optimizer_step: Callable[[float, float], StepOutcome]
-    """`Backend.step`, called with (learning rate, gradient scale)."""
+    """The learner's step, which also counts its version; takes (learning rate, gradient scale)."""
     measures_rise: bool = False
     """Whether to measure, by one more forward, if the first step moves the log-probs the way that
     the rewards point."""
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
-    _num_kept_tokens: int = 0
+    _num_tokens_kept_so_far: int = 0  # graphs that are freed again included
     _old: dict[Member, list[float]] = field(default_factory=dict)
     """Log-probs under the rollout's weights, nats."""
     _reference: dict[Member, list[float]] = field(default_factory=dict)
@@ -410,8 +414,8 @@ class TrainStep:
         """Micro-batches whose weights change between rollout and backward."""
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """The forward that conditions the renderer. If it is not the forward of the training rows,
-        `prefetch_reference` runs the latter, so that no picture waits for it."""
+        """The forward that conditions the renderer. If the renderer reads other rows than those
+        trained, `work_ahead` runs the trained rows' forward later: no picture waits for it."""
         batch = self.policy.collate_states(micro_batch.rows)
         if batch is None:
             return self.forward(micro_batch)
@@ -427,7 +431,7 @@ class TrainStep:
             self._old.update(by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
-    def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
+    def work_ahead(self, still_waiting: Callable[[], bool]) -> None:
         """Work that needs no reward: reference log-probs, and forwards that the rollout skipped.
 
         Stops between two micro-batches when `still_waiting()` is False: then the grades are known,
@@ -489,9 +493,9 @@ class TrainStep:
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
     def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """The rows of its backward, once all are graded: those with loss. If the forward may run
-        before the grades are known, all trainable rows if any has loss, because the sums must not
-        depend on the judge's speed."""
+        """The rows of its backward, once all are graded. Where the graph may be kept, all trainable
+        rows if any has loss: which forwards were kept must not change a sum. Elsewhere only the
+        rows with loss."""
         live = tuple(member for member in micro_batch.members if member in self._sequences)
         return micro_batch.trainable if live and self._may_keep(micro_batch) else live
 
@@ -500,9 +504,9 @@ class TrainStep:
         remaining = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
         plan = {micro_batch: self._to_train(micro_batch) for micro_batch in remaining}
         if self.backend.lockstep:
-            num_ranks = self.dist.sum_floats([float(bool(members)) for members in plan.values()])
-            for micro_batch, num_with_rows in zip(list(plan), num_ranks, strict=True):
-                if num_with_rows and not plan[micro_batch]:
+            ranks_with_rows = self.dist.sum_floats([float(bool(rows)) for rows in plan.values()])
+            for micro_batch, num_ranks in zip(list(plan), ranks_with_rows, strict=True):
+                if num_ranks and not plan[micro_batch]:
                     plan[micro_batch] = micro_batch.to_read[:1]
         return {micro_batch: members for micro_batch, members in plan.items() if members}
 
@@ -512,8 +516,11 @@ class TrainStep:
         members = chain.from_iterable(m.members for m in minibatch.micro_batches)
         live = [self._sequences[member] for member in members if member in self._sequences]
         counted = [sequence for sequence in live if sequence.counted]
-        sums = [(sum(sum(s.loss_mask) for s in each), len(each)) for each in (counted, live)]
-        totals = self.dist.sum_floats([number for pair in sums for number in pair])
+
+        def sums(sequences: Sequence[TrainSequence]) -> tuple[float, float]:
+            return sum(sum(s.loss_mask) for s in sequences), len(sequences)
+
+        totals = self.dist.sum_floats([*sums(counted), *sums(live)])
         num_tokens, num_sequences = totals[:2] if totals[0] else totals[2:]
         return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
@@ -524,7 +531,7 @@ class TrainStep:
         return is_exact and fits
 
     def _has_room(self, micro_batch: MicroBatch) -> bool:
-        num_tokens = self._num_kept_tokens + micro_batch.num_tokens
+        num_tokens = self._num_tokens_kept_so_far + micro_batch.num_tokens
         return self._may_keep(micro_batch) and num_tokens <= self._max_kept_tokens
 
     def _run(
@@ -537,20 +544,24 @@ class TrainStep:
             outputs = self.backend.forward(batch)
         if keep:
             self._kept[micro_batch] = KeptForward(tuple(members), outputs.logprobs, outputs.entropy)
-            self._num_kept_tokens += micro_batch.num_tokens
+            self._num_tokens_kept_so_far += micro_batch.num_tokens
         return batch, outputs
 
     def _logprobs_of(
         self, micro_batch: MicroBatch, members: Sequence[Member]
     ) -> dict[Member, list[float]]:
-        """[T] log-probs of some of a micro-batch's rows, without a graph, in evaluation mode."""
+        """`by_member` of some of a micro-batch's rows, without a graph, in evaluation mode."""
         _, outputs = self._run(micro_batch, members, keep=False)
         return by_member(micro_batch, members, outputs)
 
     def _compute_old(self, members_of: MembersOf) -> None:
         """Compute missing log-probs under the current weights. They are listed first, because all
         fillers share one entry and ranks must run equally many forwards."""
-        missing = {m: each for m, each in members_of.items() if not self._old.keys() >= {*each}}
+        missing = {
+            micro_batch: members
+            for micro_batch, members in members_of.items()
+            if not all(member in self._old for member in members)
+        }
         for micro_batch, members in missing.items():
             self._old.update(self._logprobs_of(micro_batch, members))
 
@@ -564,6 +575,7 @@ class TrainStep:
         missing = {
             micro_batch: members
             for micro_batch, members in members_of.items()
+            # All, so that ranks run equally many forwards.
             if self.collective or not self._reference_known(members)
         }
         if not missing:
@@ -592,7 +604,8 @@ class TrainStep:
         algorithm = self.config.algorithm
 
         def in_order(logprobs: Mapping[Member, list[float]]) -> torch.Tensor:
-            rows = [logprobs.get(member, []) for member in kept.members]
+            # A row without a sequence carries no loss, and its log-probs may be missing.
+            rows = [logprobs[m] if m in self._sequences else [] for m in kept.members]
             return pad(rows, torch.float32, kept.logprobs)
 
         sequences_B = [self._sequences.get(member) for member in kept.members]
@@ -671,8 +684,8 @@ def loss_inputs(
 ) -> LossInputs:
     """A micro-batch as padded tensors; a row without a sequence carries no loss.
 
-    `logprobs` [B, C] float32, nats, with gradient; `old`: those before the iteration's first
-    update; None: `logprobs` are from before it.
+    `logprobs` [B, C] float32, nats, with gradient; `old`: those under the rollout's weights;
+    None: `logprobs` are these.
     """
     mask = pad([s.loss_mask if s else () for s in sequences_B], torch.bool, logprobs)
     sampler_B = [s.sampler_logprobs if s else () for s in sequences_B]

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 
 EMPTY_COMPLETION = Completion((), (), "stop")
-"""The completion of a stock arm, which reads only the prompt."""
+"""The completion of a stock variant, which reads only the prompt."""
 TEXT_POSITIONS = "text_positions"
 """Key of a prompt's `model_inputs`: the prompt is fed without token types, as in diffusers'
 pipelines, and transformers then gives a picture's tokens the positions of text tokens."""

@@ -321,7 +321,7 @@ class RunRecord:
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None] = (),
     ) -> None:
-        """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
+        """Write this rank's episodes, the bare variants (`bare_P`) in their groups' first lines,
         thumbnails, and its share of the iteration's `images_per_iteration` pictures, group by
         group; then delete old pictures and thumbnails (`keep_images_of_last_n_iterations`). Does
         nothing on iterations that `log_episodes_every_n_iterations` leaves out."""
@@ -407,8 +407,8 @@ class RunRecord:
 
 
 def _distinct_pictures(episodes_G: Sequence[Episode], bare: Episode | None) -> list[Image]:
-    """A group's sources, target, bare arm, and completions' pictures; equal completions share one
-    picture."""
+    """A group's sources, target, bare variant, and completions' pictures; equal completions share
+    one picture."""
     samples = [episode.prompt.sample for episode in episodes_G[:1]]
     pictures = [p for s in samples for p in (*s.sources, s.target) if p is not None]
     pictures += [e.image for e in (bare, *episodes_G) if e is not None and e.image is not None]

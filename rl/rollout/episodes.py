@@ -44,7 +44,7 @@ from rl.ranks.dist import Dist
 from rl.ranks.signals import is_lost_device, is_raised_here
 
 # ---- episodes ------------------------------------------------------------------------------------
-# Builds one completion's episode from the verdicts on its pictures.
+# Builds one completion's episode from the grades of its pictures.
 
 Grades = Mapping[str, RewardOutput]
 """Reward name -> its output."""
@@ -120,7 +120,7 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
 
 
 def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
-    """Build a completion's episode when all its verdicts are known. Its reward and parts are means
+    """Build a completion's episode when all its grades are known. Its reward and parts are means
     over its pictures. Raises RuntimeError if another prompt's sample was drawn or graded."""
     for reading in arm.readings:
         require_own_sample(arm.prompt, reading.picture.drawn_of, "drawn")

@@ -53,7 +53,7 @@ from rl.seeds import derive_seed
 # Axes: `_P` prompts on this rank, `_G` completions in a group.
 
 LISTEN_EVERY_S = 0.5
-"""How often the wait for a verdict checks whether the run was asked to stop."""
+"""How often the wait for a grade checks whether the run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RolloutContext:
     renderer: Renderer
     rewards: Mapping[str, Reward]
     makes_images: bool
-    """Whether the renderer draws pictures; if not, there is no bare arm."""
+    """Whether the renderer draws pictures; if not, there is no bare variant."""
     loop: BackgroundLoop
     """Event loop that runs rewards and judge requests while this thread renders."""
     held_out_only: Mapping[str, Reward] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class Sampled:
     group_ids: Sequence[str]
     """_P."""
     bare: Sequence[Completion | None]
-    """_P, the bare arm; None where it was not requested or the policy has none."""
+    """_P, the bare variant; None where it was not requested or the policy has none."""
 
     @cached_property
-    def arms(self) -> list[list[Completion]]:
-        """_P: each group's completions, followed by its bare arm if it has one."""
+    def with_bare(self) -> list[list[Completion]]:
+        """_P: each group's completions, followed by its bare variant if it has one."""
         return [
             [*completions_G, *([] if bare is None else [bare])]
             for completions_G, bare in zip(self.completions, self.bare, strict=True)
@@ -103,8 +103,8 @@ class Sampled:
 
     @property
     def token_ids(self) -> list[list[tuple[int, ...]]]:
-        """_P: token ids of every arm, the input of the policy's forward."""
-        return [[completion.token_ids for completion in arms_G] for arms_G in self.arms]
+        """_P: token ids of `with_bare`, the input of the policy's forward."""
+        return [[completion.token_ids for completion in each_G] for each_G in self.with_bare]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Rollout:
     episodes: list[list[Episode]]
     """_PG, in the order of the completions."""
     bare_episodes: list[Episode | None]
-    """_P, the bare arm, never trained; None where it was not requested or the policy has none."""
+    """_P, the bare variant, never trained; None where it was not requested or there is none."""
     renderer_metrics: Mapping[str, float] | Exception = field(default_factory=dict)
     """The renderer's own metrics, as means over these pictures."""
     num_drawn: int = 0
@@ -130,7 +130,7 @@ def begin(
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> PendingRollout:
-    """Render every arm and submit it to the rewards; returns before all verdicts have arrived.
+    """Render every completion and submit it to the rewards; returns before all grades have arrived.
 
     Completions of a group with equal words share one picture. It is rendered once, and graded once
     unless their thoughts differ and a reward reads thoughts. Raises `Interrupted` soon after
@@ -149,10 +149,11 @@ def begin(
         jobs: Iterable[RenderJob] = _jobs(context.policy, forwards, pending, timer, should_stop)
         if forwards.collective:
             jobs = list(jobs)
-        num_distinct = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
-        limit = num_distinct * context.config.images_per_completion
+        num_distinct = sum(len(set(ids_G)) for ids_G in sampled.token_ids)
+        # Fewer if completions with other thoughts share words.
+        most_drawn = num_distinct * context.config.images_per_completion
         try:
-            with counted("pictures" if context.makes_images else "answers", limit) as progress:
+            with counted("pictures" if context.makes_images else "answers", most_drawn) as progress:
                 for drawn in context.renderer.render(jobs):
                     if should_stop():
                         raise Interrupted
@@ -194,7 +195,7 @@ class PendingRollout:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
         self._context = context
         self._sampled = sampled
-        self._arms_PG: list[list[Arm | None]] = [[None] * len(arms_G) for arms_G in sampled.arms]
+        self._arms_PG: list[list[Arm | None]] = [[None] * len(ids_G) for ids_G in sampled.token_ids]
         """An `Arm` per completion; None until its action is known."""
         self._pictures: dict[tuple[int, tuple[int, ...], int], Picture] = {}
         """(prompt index, token ids from which the picture is drawn, picture number) -> picture, in
@@ -219,7 +220,7 @@ class PendingRollout:
         """Store a completion's action; returns a job for each of its pictures that no earlier
         completion shares."""
         config, sampled, prompt = self._context.config, self._sampled, self._sampled.prompts[p]
-        completion = sampled.arms[p][g]
+        completion = sampled.with_bare[p][g]
         ids = completion.token_ids
         failure = why_not_rendered(config, completion, action)
         drawn_ids = ids if action.drawn_from is None else action.drawn_from
@@ -227,7 +228,7 @@ class PendingRollout:
         jobs, readings = [], []
         for number in range(0 if failure else config.images_per_completion):
             picture = self._pictures.setdefault((p, drawn_ids, number), Picture(p, number))
-            if not picture.readings:
+            if not picture.readings:  # the first completion that shares it
                 self._undrawn[len(self._pictures) - 1] = picture
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
@@ -242,7 +243,8 @@ class PendingRollout:
         return jobs
 
     def submit(self, drawn: tuple[int, Image | RenderFailure | None]) -> None:
-        """Store (its number, a picture or its failure), and submit it to the rewards."""
+        """Store job `drawn[0]`'s picture, failure or None (nothing is drawn), and submit it to the
+        rewards."""
         if problem := drawn_problem(drawn, self._undrawn, self._context.makes_images):
             raise TypeError(f"renderer: {self._context.config.renderer['type']} {problem}")
         number, outcome = drawn
@@ -253,8 +255,8 @@ class PendingRollout:
         self._grade(picture.p)
 
     def _grade(self, p: int) -> None:
-        """Submit a prompt's new pictures to the rewards: at once, or, to a reward that compares
-        pictures, when all exist, those with the same noise together."""
+        """Submit a prompt's ungraded pictures. A reward that compares pictures gets them once all
+        exist, in one call for each noise; others get each at once."""
         readings = self._readings(p)
         is_complete = None not in self._arms_PG[p] and all(r.picture.has_outcome for r in readings)
         for name, reward in self._context.rewards.items():
@@ -299,7 +301,7 @@ class PendingRollout:
     def groups(
         self, timer: PhaseTimer, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[int, list[Episode]]]:
-        """Yield (p, episodes of prompt p) in order, each as soon as its last verdict has arrived.
+        """Yield (p, episodes of prompt p) in order, each as soon as its last grade has arrived.
 
         Raises `JudgeRefused` if the judge is set up wrongly; if the judge is down, episodes are
         UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
@@ -313,7 +315,7 @@ class PendingRollout:
                 f"{num_not_taken} completions"
             )
         try:
-            with counted("verdicts", len(self._futures), self._num_done()) as progress:
+            with counted("grades", len(self._futures), self._num_done()) as progress:
                 for p, arms_G in enumerate(self._arms_PG):
                     with timer.phase("judge_wait"):
                         for reading in self._readings(p):
@@ -330,31 +332,32 @@ class PendingRollout:
         self, reading: Reading, progress: Progress, should_stop: Callable[[], bool]
     ) -> Grades:
         """Wait for the grades of a reading; {} if it has no picture."""
+        if not reading.can_be_graded:
+            return {}
         grades: dict[str, RewardOutput] = {}
-        for name, reward in self._context.rewards.items() if reading.can_be_graded else ():
+        for name, reward in self._context.rewards.items():
             future, index = self._outputs[name, reading.grading_unit(reward)]
-            while not should_stop():
-                if wait([future], timeout=LISTEN_EVERY_S).done:
-                    break
+            while not should_stop() and not wait([future], timeout=LISTEN_EVERY_S).done:
                 progress.at(self._num_done())
-            else:
+            if should_stop():
                 raise Interrupted
             grades[name] = future.result()[index]
         return grades
 
     def finished(self) -> Rollout:
+        """The rollout, after `groups` has yielded every group."""
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
         outcomes = [picture.outcome for picture in self._pictures.values()]
         failures = [outcome for outcome in outcomes if isinstance(outcome, RenderFailure)]
         return Rollout(
-            [episodes[: len(completions_G)] for episodes, completions_G in groups],
-            [
+            episodes=[episodes[: len(completions_G)] for episodes, completions_G in groups],
+            bare_episodes=[
                 None if bare is None else episodes[-1]
                 for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
             ],
-            self.renderer_metrics,
-            sum(isinstance(outcome, Image) for outcome in outcomes),
-            [failure.reason for failure in failures if failure.blame == "renderer"],
+            renderer_metrics=self.renderer_metrics,
+            num_drawn=sum(isinstance(outcome, Image) for outcome in outcomes),
+            render_failures=[f.reason for f in failures if f.blame == "renderer"],
         )
 
 
@@ -373,7 +376,8 @@ class GradedGroup:
     episodes: Sequence[Episode]
     """_G."""
     advantages: Sequence[float | None]
-    """_G; None for an UNGRADED episode."""
+    """_G; None where the reward used is missing: that of an UNGRADED episode or, with
+    `shuffle_rewards`, one that was given such a reward."""
     sequences: Sequence[TrainSequence | None]
     """_G; None for an episode that is not in the loss."""
 
@@ -445,13 +449,13 @@ def train_sequences(
 ) -> list[TrainSequence | None]:
     """The training sequence of each of a group's completions; None if it is not in the loss.
 
-    UNGRADED episodes are not in the loss. A group with zero spread is left out or has only its KL
-    in the loss, depending on `zero_spread_groups`. Forced tokens, tokens outside
-    `policy.loss_mask`, and with `truncated_completions: 'mask'` all tokens of a truncated
+    UNGRADED episodes are not in the loss. A group with zero spread is left out ('drop'), or has
+    only its KL in the loss; 'keep' also counts it in the denominators. Forced tokens, tokens
+    outside `policy.loss_mask`, and with `truncated_completions: 'mask'` all tokens of a truncated
     completion are attended to but have no loss.
     """
     algorithm = config.algorithm
-    has_spread = any(advantages_G)
+    has_spread = any(a is not None and a != 0 for a in advantages_G)
     rule = algorithm.zero_spread_groups
     if not has_spread and (rule == "drop" or (rule == "kl_only" and not algorithm.kl_coeff)):
         return [None] * len(episodes_G)
@@ -474,7 +478,7 @@ def train_sequences(
 def _shuffled(
     rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
 ) -> list[list[float | None]]:
-    """The control arm: this rank's part of all ranks' rewards in random order."""
+    """The control run: this rank's part of all ranks' rewards in random order."""
     global_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
     rewards = [reward for row in global_PG for reward in row]
     random.Random(seed).shuffle(rewards)

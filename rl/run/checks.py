@@ -1,4 +1,5 @@
-"""Stops a run that cannot learn: too many failures, states that the renderer does not read."""
+"""Stops a run with too many failures, warns of signs of trouble, and checks that equal words have
+equal pictures and rewards."""
 
 from __future__ import annotations
 
@@ -25,8 +26,6 @@ from rl.run.metric_table import PluginMetrics
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from rl.ranks.dist import Dist
 
 # ---- contents ------------------------------------------------------------------------------------
 # Hashes of what samples show.
@@ -162,8 +161,8 @@ class Checks:
 
 def require_grades(context: RolloutContext, episodes: Iterable[Episode], dist: Dist) -> None:
     """Raise `TooManyFailuresError` on every rank if an evaluation lacks so many grades that it must
-    be repeated. What would come again does not count: unreadable replies, and a reward that has
-    nothing to compare a picture with. Collective."""
+    be repeated. Failures that a repetition would not mend do not count: unreadable replies, and a
+    reward that has nothing to compare a picture with. Collective."""
     drawn = list(episodes)
     lost = [e for e in drawn if e.status is Status.UNGRADED and not e.unreadable]
     if context.compares_pictures:
@@ -254,10 +253,11 @@ def check_equal_words(
     dist: Dist,
 ) -> None:
     """Compare the variants of each sample that have equal words: pictures may differ by rounding,
-    rewards of equal pictures not at all, and other rewards by a judge's noise. Warn of more;
-    `at_start`, raise RuntimeError on every rank for equal pictures whose rewards differ by
-    more than a judge's noise. Adds `eval/equal_words_levels` and, if the judge has graded two such
-    pictures, `eval/equal_words_std`. Collective."""
+    rewards of equal pictures by a model's rounding, and other rewards by a judge's noise. Warn of
+    more; `at_start`, raise RuntimeError on every rank for equal pictures whose rewards differ by
+    more than a judge's noise. Adds `eval/equal_words_levels`, `eval/other_words_levels` if a sample
+    has other words and, if the judge has graded two such pictures, `eval/equal_words_std`.
+    Collective."""
     local_pairs = [pair for variants in variants_P for pair in _pairs(variants)]
     all_pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     pairs = [pair for pair in all_pairs if pair.equal_words]
@@ -273,14 +273,15 @@ def check_equal_words(
         metrics.maximum("eval/equal_words_std", variance**0.5)
     worst = max(same, key=lambda pair: pair.gap, default=None)
     if worst is not None and worst.gap > ROUNDING:
-        sentences.append(
+        unequal = (
             f"equal words and equal pictures have unequal rewards: {worst.text}. Scores are "
             "assigned to another completion than the graded one, or a reward grades one picture "
             "differently each time: make judge and rewards reply in the order of their inputs, and "
             "make each reward a function of its input"
         )
         if at_start and worst.gap > MOST_NOISE:
-            raise RuntimeError(sentences[1])
+            raise RuntimeError(unequal)
+        sentences.append(unequal)
     elif redrawn:
         sentences.append(_compared_noise(redrawn))
     for sentence in filter(None, sentences if dist.is_main else ()):

@@ -175,7 +175,7 @@ def size_text(completions_PG: Sequence[Sequence[Completion]]) -> str:
 
 
 def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
-    """Metrics of rewards, statuses, lengths, latencies and the bare arm. Collective."""
+    """Metrics of rewards, statuses, lengths, latencies and the bare variant. Collective."""
     metrics = Metrics()
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
@@ -220,7 +220,7 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
 def add_bare_arm(
     metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], bare: Episode | None
 ) -> None:
-    """Add the bare arm's reward and each episode's gain over it."""
+    """Add the bare variant's reward and each episode's gain over it."""
     if bare is None or bare.reward is None:
         return
     metrics.add(f"{prefix}bare_reward", bare.reward)

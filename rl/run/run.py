@@ -65,7 +65,7 @@ class Recording:
     def write_episodes(
         self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
     ) -> None:
-        """Write provenance and pictures of an iteration. `bare_P`: bare arms by `group.p`."""
+        """Write provenance and pictures of an iteration. `bare_P`: bare variants by `group.p`."""
         episodes_PG = [[_off_device(episode) for episode in group.episodes] for group in groups_P]
         advantages_PG = [group.advantages for group in groups_P]
         arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
@@ -168,7 +168,7 @@ class Run:
         return metrics
 
     def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
-        """The bare arm (the user's own words) of each prompt; None unless bare_arm is 'always'."""
+        """Each prompt's bare variant (the user's own words); None unless bare_arm is 'always'."""
         always = self.config.bare_arm == "always" and self.context.makes_images
         policy = self.context.policy
         return [policy.pass_through_completion(p.sample) if always else None for p in prompts_P]
@@ -190,7 +190,7 @@ class Run:
         return pending
 
     def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
-        """Yield each group as soon as its verdicts have arrived and its advantages are known.
+        """Yield each group as soon as its grades have arrived and its advantages are known.
 
         Raises on every rank: `Interrupted` once any was asked to stop, `TooManyFailuresError` if
         the judge or the renderer fails too often. Raises `JudgeRefused` if the judge is set up

@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0
 """Limit for reporting to the other ranks that this rank ends, if it has saved alone."""
 LONG_TIMEOUT_S = 1800.0
-"""The same limit if the save needs all ranks, which may be waiting for judge verdicts."""
+"""The same limit if the save needs all ranks, which may be waiting for the judge's replies."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
     done: int
     version: int
-    """The learner's version then; a higher one now means weights of an unfinished iteration."""
+    """The learner's version at that time; if the learner's is higher now, its weights are of an
+    unfinished iteration."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
     """Reduced over all ranks; without held-out metrics, which are computed later."""
@@ -78,7 +79,7 @@ class LastFinished:
         self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
     def in_memory(self) -> ResumePoint | None:
-        """The state in host memory; None if it is too large. Local."""
+        """The state in host memory; None before the first `note`, and if it is too large. Local."""
         finished = self._finished
         return None if finished.state is None else self._point(finished, finished.state)
 
@@ -88,7 +89,8 @@ class LastFinished:
         return is_whole and self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
-        """The state, of any size, on rank 0; None on others. Requires `is_live`. Collective."""
+        """The state, of any size, on rank 0; None on others. Requires `is_live`, unless the state
+        is in memory. Collective."""
         if (point := self.in_memory()) is not None:
             return point if self._dist.is_main else None
         assert self.is_live(), "the weights no longer belong to a finished iteration"
@@ -154,6 +156,7 @@ def save_before_leaving(
 # ---- checkpointing -------------------------------------------------------------------------------
 # Saves a run's finished iterations as checkpoints, and publishes them.
 
+# A journal's file name, `[<judge>.]iteration_000012.rank0.jsonl`; group 1 is the iteration.
 _JOURNAL = re.compile(r"(?:.+\.)?(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
 

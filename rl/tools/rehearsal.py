@@ -409,7 +409,7 @@ def _iteration(
     timer = PhaseTimer()
     pending = begin(context, sampled, step, timer, lambda: False)
     with tally.within("reference"):
-        step.prefetch_reference(lambda: True)
+        step.work_ahead(lambda: True)
     with tally.within("learn"):
         for p, episodes_G in pending.groups(timer, lambda: False):
             if failures := [episode.failure for episode in episodes_G if episode.failure]:

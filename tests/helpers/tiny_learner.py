@@ -78,7 +78,9 @@ def update(
     if rollout:
         for micro_batch in train_step.micro_batches:
             train_step.forward(micro_batch)
-        train_step.prefetch_reference(lambda: True)
+        train_step.work_ahead(lambda: True)
+    if train_step.config.max_staleness:
+        train_step.compute_old_logprobs()
     for p, group in enumerate(groups.values()):
         train_step.accumulate(p, [_sequence_of(each) for each in group])
     return train_step.step()

@@ -331,7 +331,7 @@ def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[
         opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
         assert 1 < len(opened.micro_batches) < 4
         packs_ahead = iter(range(num_packs_ahead))
-        opened.prefetch_reference(lambda: next(packs_ahead, None) is not None)
+        opened.work_ahead(lambda: next(packs_ahead, None) is not None)
         for p, group in enumerate(groups):
             rows = train_sequences(group)
             opened.accumulate(p, [None] * 3 if p in (0, 3) else [rows[0], None, rows[2]])

@@ -20,7 +20,7 @@ from rl.rollout.stream import GradedGroup
 from rl.run.run import Run
 
 ROLL_OUT = ["prompts", "wake", "generate", "sleep", "begin", "render"]
-LEARN = ["prefetch_reference", "graded 0", "accumulate 0", "graded 1", "accumulate 1", "step"]
+LEARN = ["work_ahead", "graded 0", "accumulate 0", "graded 1", "accumulate 1", "step"]
 RECORD = ["wake", "sync", "finish", "episodes", "save", "evaluate", "log"]
 
 
@@ -54,7 +54,7 @@ def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
         generate=record_call("generate", completions),
     )
     train_step = SimpleNamespace(
-        prefetch_reference=record_call("prefetch_reference"),
+        work_ahead=record_call("work_ahead"),
         accumulate=lambda p, _: calls.append(f"accumulate {p}"),
         step=record_call("step", Metrics()),
     )
