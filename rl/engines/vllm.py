@@ -24,8 +24,10 @@ from rl.engines.vllm_process import (
     ADAPTER_ID,
     GRID,
     VOCABULARY,
+    FullWeights,
     Lora,
-    Whole,
+    full_difference,
+    full_sums,
     lora_difference,
     parameter_difference,
     parameter_sums,
@@ -33,8 +35,6 @@ from rl.engines.vllm_process import (
     register_in_process,
     shut_down,
     untouched_globals,
-    whole_difference,
-    whole_sums,
 )
 from rl.model_files import fingerprint
 
@@ -113,7 +113,7 @@ class VllmEngine(Engine[Config]):
         self._vocabulary = policy.image_vocabulary
         self._has_lora = policy.config.lora is not None
         self._fingerprint: str | None = None
-        self._expected: Lora | Whole = {}
+        self._expected: Lora | FullWeights = {}
         """The weights that the worker must hold since the last load."""
         self._reads_back = True
         """Whether every loaded tensor can be read back."""
@@ -373,10 +373,10 @@ class VllmEngine(Engine[Config]):
                 put_lora, args=(clones, weights.lora_config, lora.alpha / lora.r)
             )
         else:
-            whole = weights.tensors.items()
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
-            [self._expected] = self._llm.collective_rpc(whole_sums, args=(whole,))
-            self._reads_back = len(self._expected) == len(whole)
+            tensors = weights.tensors.items()
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            [self._expected] = self._llm.collective_rpc(full_sums, args=(tensors,))
+            self._reads_back = len(self._expected) == len(tensors)
         self._fingerprint = weights.fingerprint
         self._drop_caches()
 
@@ -394,7 +394,7 @@ class VllmEngine(Engine[Config]):
         return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
-        compare: Any = lora_difference if self._has_lora else whole_difference
+        compare: Any = lora_difference if self._has_lora else full_difference
         [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
         return str(difference)
 

@@ -42,7 +42,7 @@ def register_in_process(folder: str) -> None:
                 f"vLLM cannot serve {architecture} (config.json in policy.model_path): use "
                 "engine.type 'transformers'"
             )
-        if hasattr(lazy, "module_name"):
+        if hasattr(lazy, "module_name"):  # else its class is registered already
             module, name = OURS.get(architecture, (lazy.module_name, lazy.class_name))
             model_class = getattr(importlib.import_module(module), name)
             ModelRegistry.register_model(architecture, model_class)
@@ -92,14 +92,14 @@ MAX_NAMED = 8
 Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""
 
-Whole = Mapping[str, "tuple[int, torch.Tensor]"]
+FullWeights = Mapping[str, "tuple[int, torch.Tensor]"]
 """A tensor's name in transformers -> (number of rows, `bit_sums` in the engine's dtype)."""
 
 
 def put_lora(
     worker: Any, tensors: Mapping[str, torch.Tensor], lora_config: Mapping[str, Any], scale: float
 ) -> Lora:
-    """Replace the adapter; returns what the worker must now hold (`lora_difference`).
+    """Replace the adapter; returns what `lora_difference` must find in the worker.
 
     `tensors` must be clones that nobody else uses: vLLM multiplies B by alpha / r in place.
     `scale`: the policy's alpha / r. Raises RuntimeError if vLLM's scale differs, or if vLLM does
@@ -152,6 +152,7 @@ def lora_difference(worker: Any, expected: Lora) -> str:
         return f"no layer {min(unknown)}"
     differs = []
     for name, (slot_a, slot_b) in slots.items():
+        # A layer that was not sent must be zero: an adapter of rank 0.
         a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
         rank = a.shape[0]
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
@@ -160,7 +161,7 @@ def lora_difference(worker: Any, expected: Lora) -> str:
     return _message(list(compress(slots, torch.stack(differs).tolist())), "layers")
 
 
-def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whole:
+def full_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> FullWeights:
     """What the worker must hold of `tensors` after loading them; those not located are left out."""
     model = worker.model_runner.get_model()
     expected = {}
@@ -172,7 +173,7 @@ def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whol
     return expected
 
 
-def whole_difference(worker: Any, expected: Whole) -> str:
+def full_difference(worker: Any, expected: FullWeights) -> str:
     """The tensors in which the worker's model differs from `expected`; '' if none."""
     import torch
 
@@ -264,12 +265,12 @@ def _slots(worker: Any) -> Lora:
     if ADAPTER_ID not in manager.lora_index_to_id:
         return {}
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    # Embeddings and the head, which are never adapted, have one tensor instead of a tuple.
     return {
-        name: (layer.lora_a_stacked[i][slot, 0], layer.lora_b_stacked[i][slot, 0])
+        name: (layer.lora_a_stacked[part][slot, 0], layer.lora_b_stacked[part][slot, 0])
         for packed_name, layer in manager.modules.items()
-        # Embeddings and the head, which are never adapted, have one tensor here.
         if isinstance(getattr(layer, "lora_a_stacked", None), tuple)
-        for i, name in enumerate(manager.packed_modules.get(packed_name, [packed_name]))
+        for part, name in enumerate(manager.packed_modules.get(packed_name, [packed_name]))
     }
 
 

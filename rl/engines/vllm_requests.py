@@ -33,9 +33,10 @@ def engine_input(
 ) -> Any:
     """vLLM's `EngineInput`.
 
-    `features`: [N_img, D] of the prompt's pictures by the policy's vision tower, for an engine
-    without one; None: pixels are passed, in the model's own `dtype`. `image_token_id`: its runs
-    in the prompt stand for the pictures; None for models that read ids only.
+    `features`: [N, D], one row per image token of the prompt, any float dtype, by the policy's
+    vision tower, for an engine without one; None: pixels are passed, in the model's own `dtype`.
+    `image_token_id`: its runs in the prompt stand for the pictures; None for models that read ids
+    only.
     """
     ids = list(prompt.token_ids)
     if not prompt.images:
@@ -53,13 +54,13 @@ def engine_input(
     grids = prompt.model_inputs["image_grid_thw"]
     if features is None:
         key, values = "pixel_values", prompt.model_inputs["pixel_values"].to(dtype)
-        lengths = grids.prod(-1)
+        rows_per_picture = grids.prod(-1)  # patches
     else:
         # vLLM expects inputs on the CPU.
         key, values = "image_embeds", features.cpu()
-        lengths = torch.tensor([placeholder.length for placeholder in ranges])
+        rows_per_picture = torch.tensor([placeholder.length for placeholder in ranges])
     fields = {
-        key: MultiModalFieldConfig.flat_from_sizes("image", lengths),
+        key: MultiModalFieldConfig.flat_from_sizes("image", rows_per_picture),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
     inputs = {key: values, "image_grid_thw": grids}
@@ -159,7 +160,8 @@ class V2Grammar(V2LogitsProcessor):
         self._staged: dict[int, tuple[int, int]] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """A request enters slot `req_idx`, for the first time or again after a preemption."""
+        """A request enters slot `req_idx`, for the first time or again after a preemption. Returns
+        whether the grammar applies to it."""
         grid = _grid(sampling_params)
         self._staged[req_idx] = grid or (0, 0)
         return grid is not None

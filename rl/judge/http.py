@@ -210,7 +210,7 @@ TLS_REMEDY = (
 )
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
 TOO_MANY_REQUESTS = "http_429"
-"""The cause of a `RequestTrouble`."""
+"""`RequestTrouble.cause` for HTTP 429."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
@@ -227,7 +227,8 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
     def __init__(
         self, cause: str, detail: str, retry_after_s: float | None = None, is_tls: bool = False
     ) -> None:
-        """`is_tls`: a certificate or protocol failure of TLS, which waiting does not fix."""
+        """`cause`: 'timeout', 'transport', 'http_<status>', 'no_reply', 'refused', 'unreadable' or
+        'outage'. `is_tls`: a certificate or protocol failure of TLS, which waiting does not fix."""
         super().__init__(f"{cause}: {scrub(detail)}")
         self.cause = cause
         self.retry_after_s = retry_after_s
@@ -332,7 +333,7 @@ class JudgeHttp:
             return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
         detail = excerpt(f"{type(error).__name__} {error}", SHOWN_CHARS) + self._via_proxy
         is_tls = any(reason in detail for reason in TLS_FAILURES)
-        return RequestTrouble("transport", detail + TLS_REMEDY * is_tls, is_tls=is_tls)
+        return RequestTrouble("transport", detail + (TLS_REMEDY if is_tls else ""), is_tls=is_tls)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -409,7 +410,7 @@ class Request:
     shape: object = None
     """Equal for questions that an endpoint takes or refuses together: (the labels, for each part
     whether it is text)."""
-    num_sent: int = 0
+    num_sent: int = 0  # requests; repeats without a refused parameter included
 
     @cached_property
     def key(self) -> str:
@@ -437,7 +438,7 @@ class Dialect:
     names: set[str] = field(default_factory=set)
     """Parameters that are left out."""
     taken: set[str] = field(default_factory=set)
-    """Parameters that it has accepted: a later refusal concerns only that value."""
+    """Parameters that it has accepted: a later refusal concerns the value, not the name."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
 
@@ -468,8 +469,8 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply; the first reply under a key is kept. A file of JSON lines; one with the
-    reply null cancels those before it under its key."""
+    """Key -> the judge's reply without secrets; the first one counts. A file of JSON lines; a line
+    whose reply is null cancels the earlier lines of its key."""
 
     def __init__(self, path: Path) -> None:
         require_in_place(path)

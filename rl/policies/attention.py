@@ -31,7 +31,9 @@ class PackedDecoder:
     def __init__(self, module: Any, batch: TokenBatch, num_rows: int) -> None:
         """`module`: the policy's `TrainedModule`. `batch`: P prompts with empty completions, each
         decoded in `num_rows` rows."""
-        assert all(group.completion_lens == (0,) for group in batch.groups), "has a completion"
+        assert all(group.completion_lens == (0,) for group in batch.groups), (
+            "a prompt to decode must come with exactly one empty completion"
+        )
         self._module = module
         self._model = module.base_model
         self._batch = batch
@@ -42,7 +44,7 @@ class PackedDecoder:
         self._cache: Any = None
         positions = batch.model_inputs["position_ids"].split(self._prompt_lens, dim=-1)
         self._position_B = self._repeat_prompts(torch.stack([ids.max() + 1 for ids in positions]))
-        self._position_axes = positions[0].shape[:-1]
+        self._axes_before_tokens = positions[0].shape[:-1]  # () or, with M-RoPE, (3,)
 
     @torch.no_grad()
     def step(self, token_ids_B: Sequence[int] | None) -> torch.Tensor:
@@ -61,7 +63,7 @@ class PackedDecoder:
             out = self._model.model(
                 input_ids=ids_B1,
                 attention_mask=self._mask_BT[:, None, None],
-                position_ids=self._position_B.expand(*self._position_axes, -1)[..., None],
+                position_ids=self._position_B.expand(*self._axes_before_tokens, -1)[..., None],
                 past_key_values=self._cache,
                 use_cache=True,
             )
@@ -121,7 +123,7 @@ class Packing:
 
     @cached_property
     def completion_slices(self) -> list[slice]:
-        """Of each group, its adjacent completions."""
+        """Each group's completions, which are adjacent, as one slice."""
         return [
             slice(prompt.stop, prompt.stop + length)
             for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
@@ -215,9 +217,9 @@ class _PackedAttention(torch.autograd.Function):
             )
             grad_slices = (completions, prompts, prompts)
             for grad, prompt_grad, slices in zip(grads, prompt_grads, grad_slices, strict=True):
-                parts = prompt_grad.split([part.stop - part.start for part in slices])
-                for grad_slice, part in zip(slices, parts, strict=True):
-                    grad[grad_slice] += part
+                parts = prompt_grad.split([own.stop - own.start for own in slices])
+                for own_slice, added in zip(slices, parts, strict=True):
+                    grad[own_slice] += added
         return (*grads, None)
 
 
@@ -228,14 +230,15 @@ def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.
 
 
 # ---- recomputing ---------------------------------------------------------------------------------
-# Makes a half-precision forward keep no float32 copies of its activations for the backward.
+# Makes a forward keep less for the backward.
 
 
 def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> None:
-    """Make the decoder's layers save fewer activations; `gradient_checkpointing` as in the config.
+    """Make the decoder's layers save less for the backward.
 
-    In half precision each of transformers' norms and each of PEFT's adapters saves a float32 copy
-    of its input, although the half-precision input is saved anyway.
+    `gradient_checkpointing` True: they save only each layer's input; 'mlp': of the MLPs only their
+    inputs, besides what False does. False: transformers' norms and PEFT's adapters save no float32
+    copy of their half-precision input, which is saved anyway.
     """
     if gradient_checkpointing is True:
         model.gradient_checkpointing_enable({"use_reentrant": False})

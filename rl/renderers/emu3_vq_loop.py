@@ -49,28 +49,30 @@ class Emu3Codec:
 
     @torch.no_grad()
     def decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes [B, h, w] int64 -> pixels [B, 3, h * patch_px, w * patch_px] float32, normalised.
+        """codes [B, h, w] int64 -> pixels [B, 3, h * patch_px, w * patch_px] float32, about -1..1
+        (the processor's mean and std), not clamped, perhaps not finite.
 
         Equals the first frame of `Emu3VQVAE.decode`, up to rounding.
         """
         model, decoder = self.model, self.model.decoder
-        quant = model.quantize.embedding(codes.to(model.device)).permute(0, 3, 1, 2).unsqueeze(2)
-        video = torch.cat([model.post_quant_conv(quant), quant])
+        embedded = model.quantize.embedding(codes.to(model.device)).permute(0, 3, 1, 2).unsqueeze(2)
+        # Both halves pass the same 3-D layers, stacked along the batch.
+        video = torch.cat([model.post_quant_conv(embedded), embedded])
         for layer in decoder.time_res_stack:
             video = layer(video)
         for layer in decoder.time_conv:
             video = layer(video)
             video = video * torch.sigmoid(video)
-        hidden, quant = video[:, :, 0].chunk(2)
+        hidden, condition = video[:, :, 0].chunk(2)
         hidden = decoder.conv_in(hidden)
-        hidden = decoder.middle_block(hidden, quant)
-        hidden = decoder.up_block(hidden, quant)
-        hidden = decoder.norm_out(hidden, quant)
+        hidden = decoder.middle_block(hidden, condition)
+        hidden = decoder.up_block(hidden, condition)
+        hidden = decoder.norm_out(hidden, condition)
         hidden = hidden * torch.sigmoid(hidden)
         return decoder.conv_out(hidden).float()
 
     def to_pictures(self, pixels: torch.Tensor) -> list[Image.Image]:
-        """[B, 3, H, W] normalised, finite -> RGB pictures, as the stock processor makes them."""
+        """Finite pixels of `decode_tensor` -> RGB pictures, as the stock processor makes them."""
         arrays = list(pixels.float().cpu().numpy())
         pictures: list[Image.Image] = self.processor.postprocess(arrays)["pixel_values"]
         return pictures
@@ -79,9 +81,13 @@ class Emu3Codec:
     def encode(
         self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
     ) -> list[np.ndarray]:
-        """Scale each picture to about `area_px` and return its codes [h, w] int32."""
+        """Scale each picture to about `area_px` and return its codes [h, w] int32.
+
+        `batch_size`: most pictures of one size per forward.
+        """
         scaled = [fit(picture, area_px, self.patch_px) for picture in pictures]
         codes: dict[int, np.ndarray] = {}
+        # Pictures of one size together; {}: no smaller limit is known.
         for _, batch in batches_of(scaled, lambda picture: (picture.size, batch_size), {}):
             indices, pictures_B = zip(*batch, strict=True)
             inputs = self.processor(
@@ -100,7 +106,7 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
     """Scale the picture (bicubic) to about `area_px`; its sides become multiples of `patch_px`.
 
     The grids are as large as in the published data sets. Those crop up to one patch on the right
-    and bottom after scaling; this function instead changes the aspect ratio by up to one patch.
+    and bottom after scaling; this function instead shrinks each side by less than one patch.
     """
     scale = math.sqrt(area_px / (picture.width * picture.height))
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
@@ -157,18 +163,18 @@ def _file(model_path: str, revision: str | None, name: str, optional: bool = Fal
 
 
 # ---- emu3 vq loop --------------------------------------------------------------------------------
-# The Emu3 render loop: grids of codes in, pictures out, each distinct one decoded once.
+# Grids of codes in, pictures out; sources and targets are kept between calls.
 
 NUM_KEPT_PICTURES = 256
 """Decoded sources and targets cached between calls (0.2 MB each at 256^2)."""
 
 BatchOf = Callable[[np.ndarray], tuple[Hashable, int]]
-"""Codes -> (key, limit) of their batch, as `Renderer.batch_of`."""
+"""Codes -> (key of their batch, most jobs in it), as `Renderer.batch_of`."""
 
 
 class Emu3VqLoop:
-    """Decodes codes to RGB pictures. A picture's last bits depend on its batch, so what was decoded
-    before does not change a batch."""
+    """Decodes codes to RGB pictures. `render` never takes a picture from the cache: its last bits
+    depend on its batch, which must not depend on what was decoded before."""
 
     def __init__(self, codec: Emu3Codec, batch_of: BatchOf, may_split: bool = True) -> None:
         self.codec = codec
@@ -182,13 +188,13 @@ class Emu3VqLoop:
         A failure blames the policy for invalid codes, and the renderer if the decoder fails.
         """
 
-        def known(codes: np.ndarray) -> Outcome | None:
+        def refused(codes: np.ndarray) -> Outcome | None:
             reason = self._why_invalid(codes)
             return RenderFailure(reason, blame="policy") if reason else None
 
         payloads = (job.payload for job in jobs)
         return render_in_batches(
-            payloads, self._batch_of, known, self._draw_batch, self._fits, self._may_split
+            payloads, self._batch_of, refused, self._draw_batch, self._fits, self._may_split
         )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -59,7 +59,7 @@ CELL_SIDE_PX, SHEET_SIDE_PX = 384, 256
 LOOK_EVERY_S = 2.0
 WANDB_INIT_S = 30.0
 LAST_ITERATION = "last_iteration"
-"""A file in a complete offline folder of wandb."""
+"""File in an offline folder of wandb: its last iteration; empty until the folder is complete."""
 REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
 """Environment variables that would make trackio send the run's data elsewhere."""
 Mode = Literal["online", "offline", "off"]
@@ -72,13 +72,13 @@ Cell = str | float | Image | None
 
 
 def row_from(line: bytes) -> Metrics | None:
-    """A line of metrics.jsonl, before it the main metrics under their short names; a number that is
-    not finite is NaN. None: the line is damaged."""
+    """The metrics of a line of metrics.jsonl, null as NaN, preceded by the main ones again under
+    their short names; None for a damaged line."""
     metrics = row_of(line) or {}
     if type(metrics.get("iteration")) is not int:
         return None
-    row = {f"{MAIN}{s}": metrics[name] for name, s in MAIN_METRICS.items() if name in metrics}
-    return {name: math.nan if v is None else v for name, v in (row | metrics).items()}
+    main = {MAIN + short: metrics[name] for name, short in MAIN_METRICS.items() if name in metrics}
+    return {name: math.nan if v is None else v for name, v in (main | metrics).items()}
 
 
 def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[str, Cell]]:
@@ -110,15 +110,15 @@ def before_after(run: LoadedRun, iteration: int) -> list[tuple[str, Image]]:
     """(caption, source, before and after side by side) of the first samples that the first
     evaluation and the one after `iteration` drew; [] if there are not both. The same samples every
     time, so that a tracker can step through them."""
-    if not (run.folder / f"evaluation/it_{iteration:06d}").is_dir():  # as after most iterations
+    folder = run.folder / f"evaluation/it_{iteration:06d}"
+    if not folder.is_dir() or iteration <= run.evaluations[0]:  # no folder after most iterations
         return []
-    first, *_ = run.evaluations
-    old_of = {row.sample_id: row for row in run.held_out(first)}
+    old_of = {row.sample_id: row for row in run.held_out(run.evaluations[0])}
+    both = [(old_of[r.sample_id], r) for r in run.held_out(iteration) if r.sample_id in old_of]
     pictures: list[tuple[str, Image]] = []
-    for after in run.held_out(iteration) if iteration > first else ():
-        before = old_of.get(after.sample_id)
-        if before is None or len(pictures) == MAX_PICTURES:
-            continue
+    for before, after in both:
+        if len(pictures) == MAX_PICTURES:
+            break
         drawn = [picture for picture in (before.image(), after.image()) if picture is not None]
         if len(drawn) == 2:
             caption = (
@@ -148,7 +148,8 @@ class Followed:
     unsaid: list[str] = field(default_factory=list)
     """Warnings for which the disk had no room, to be printed at the end."""
     locks: ExitStack = field(default_factory=ExitStack)
-    """Of the views, held to the end: a run that waits for them then finds all warnings."""
+    """The views' locks, held until this process ends: a run that waits for one then finds all
+    warnings."""
 
 
 class View:
@@ -226,8 +227,8 @@ class TensorBoard(View):
 
 
 def table_for(view: View, module: Any, iteration: int, escape: Callable[[str], str]) -> Metrics:
-    """{'episodes': the table of an iteration}, as wandb and trackio, which has its API, want it;
-    {} if there is none."""
+    """{'episodes': the table of an iteration}, as wandb and trackio (whose API is the same) want
+    it; {} if there is none."""
 
     def cell(value: Cell) -> Any:
         if isinstance(value, str):
@@ -298,7 +299,8 @@ class Wandb(View):
         if self._page is None:  # no folder without an iteration
             self._page = self._open("offline")
             write_atomically(Path(self._page.dir).parent / LAST_ITERATION, "")
-            self._page.summary.update(self.earlier)  # which `wandb sync` replaces otherwise
+            # Without these, `wandb sync` would drop them from the page's summary.
+            self._page.summary.update(self.earlier)
         pictures = before_after(self.run, iteration)
         images = [self._wandb.Image(picture, caption=caption) for caption, picture in pictures]
         shown = {f"{MAIN}before_after": images} if images else {}
@@ -330,7 +332,7 @@ def page_id(run_dir: Path) -> str:
 
 
 def allowed_by_env(configured: Mode) -> Mode:
-    """The configured mode, or that of the variable WANDB_MODE if it is lower."""
+    """The configured mode, or that of the variable WANDB_MODE if that sends less."""
     env_mode = os.environ.get("WANDB_MODE", configured)
     return max(configured, env_mode if env_mode in MODES else "off", key=MODES.index)
 
@@ -344,7 +346,8 @@ class Trackio(View):
             os.environ.pop(name, None)
         private_folder(self.folder / "trackio")
         for file in (self.folder / "trackio").glob("*.db*"):
-            open(file, "ab", opener=private).close()  # a snapshot by hard links keeps its own
+            # Replaces a hard link (of a snapshot) by a copy, and makes it private.
+            open(file, "ab", opener=private).close()
         os.environ["TRACKIO_DIR"] = str(self.folder.resolve() / "trackio")  # read at import
         self._trackio = import_module("trackio")
         self._page = self._trackio.init(

@@ -27,7 +27,7 @@ COLUMNS = {
     "source": ("image", "images", "source_image", "input_image", "original_image"),
     "answer": ("answer", "solution", "label", "target"),
 }
-"""What the samples need -> the columns that it is usually in."""
+"""What a sample needs -> the columns in which data sets usually have it."""
 MAX_HELD_OUT = 64
 DATA = {
     "hf_dataset": "rows: .jsonl, .parquet or hub id; empty: the example's",
@@ -98,7 +98,8 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 
 
 def _like(pattern: str, words: str) -> Callable[[str], str]:
-    """For an option: its value, if that matches `pattern`, which is `words` in words."""
+    """An option's type: the text itself if it matches `pattern`; `words` say in the error what it
+    has to be."""
 
     def checked(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -168,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         printing.complain(f"rl check {file}:")
         print(report[report.rfind("\n", 0, report.rindex(" wrong\n")) + 1 :], file=sys.stderr)
         return code
-    printing.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
+    *_, last_line = report.split("\n")
+    printing.show(f"rl check {file}: {last_line}", "bold green")
     print(f"next: rl train --smoke {file}\nthen: rl train {file}")
     return 0
 
