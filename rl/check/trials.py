@@ -29,7 +29,7 @@ from rl.config.loading import read_bytes
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig, ConfigError, JudgeConfig, RunConfig
 from rl.console import Console, duration, warn
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.http import TOO_MANY_REQUESTS, BackgroundLoop, Dialect, StoppedError, remedy_for
+from rl.judge.http import TOO_MANY_REQUESTS, BackgroundLoop, StoppedError, remedy_for
 from rl.printing import excerpt
 from rl.ranks import signals
 from rl.ranks.dist import Dist
@@ -169,8 +169,6 @@ class JudgeCheck:
     problems: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     """A line for each reward that was asked or skipped; endpoints that are down, if one answers."""
-    dialects: dict[str, Dialect] = field(default_factory=dict)
-    """API base -> dialect."""
     down: list[str] = field(default_factory=list)
     """Why endpoints cannot be reached."""
 
@@ -193,7 +191,7 @@ async def ask_judge(
             for base in api_bases
         )
     )
-    (result.lines if result.dialects else result.problems).extend(result.down)
+    (result.lines if len(result.down) < len(api_bases) else result.problems).extend(result.down)
     return result
 
 
@@ -218,7 +216,6 @@ async def _ask_base(
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
                 await _ask_reward(plugin, client, base, is_made_up, reward_input, result)
-        result.dialects |= client.dialects()
     except JudgeUnreachableError as error:
         result.down.append(str(error))
     except JudgeError as error:
@@ -555,7 +552,7 @@ def judge_passed(
         return None
     known = verdict(part) if dist.is_main else Verdict(None, "")
     if dist.is_main and known.passed is None and setting == "required":
-        words = [key, str(log), *judge.dialects()]
+        words = [key, str(log), *(each.url for each in judge.addresses)]
         try:
             loop.run(_audit(resolved.config, words, console), signals.stop_received)
             known = verdict(part)

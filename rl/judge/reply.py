@@ -196,13 +196,6 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
-    """The scores in a parsed reply under "score" in its `schema`, if their range ends at 10."""
-    score = schema.get("properties", {}).get("score", {})
-    is_of_ten = score.get("items", score).get("maximum") == 10
-    return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
-
-
 def _parsed(body: bytes) -> Any:
     """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:

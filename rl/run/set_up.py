@@ -450,15 +450,12 @@ def _open_judge(
         outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)
-    outcomes = dist.gather((outcome.problems, outcome.dialects))
-    if problems := [problem for rank_problems, _ in outcomes for problem in rank_problems]:
+    if problems := [problem for rank in dist.gather(outcome.problems) for problem in rank]:
         listed = "\n".join(problems)
         if trains:
             raise JudgeError(listed)
         if dist.is_main:
             warn(f"{key}: it trains nothing, so training goes on without it: {listed}")
-    for _, dialects in outcomes:
-        judge.adopt(dialects)
     return judge
 
 
