@@ -76,7 +76,7 @@ def train(run: Run) -> None:
     except BaseException as error:
         run.save_before_leaving(error)
         raise
-    run.recording.end(run.timer)
+    run.recording.end()
 
 
 def roll_out(run: Run, iteration: int) -> PendingStep:

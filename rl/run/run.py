@@ -37,7 +37,7 @@ from rl.run.follower import Follower
 from rl.run.saving import Checkpointing, save_before_leaving
 
 # ---- recording -----------------------------------------------------------------------------------
-# Writes and prints a run's iterations: metrics, episodes, time per phase.
+# Writes and prints a run's iterations: metrics, episodes.
 
 
 @dataclass(eq=False)
@@ -73,10 +73,9 @@ class Recording:
         write = partial(self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P)
         self.writer.put(f"the record of iteration {done}", write)
 
-    def end(self, timer: PhaseTimer) -> None:
-        """Wait until everything is on disk, then print the time per phase, and what comes next."""
+    def end(self) -> None:
+        """Wait until everything is on disk, then print what comes next."""
         self.writer.flush()
-        self.console.print_phase_times(timer.total, timer.wall_s)
         run = quote(str(self.record.run_dir))
         if self.follower.makes_page:
             self.console.say(f"page: {run}/report/index.html")

@@ -56,7 +56,6 @@ def test_phases_are_printed_summed_and_reset_with_each_lap(clock):
     with timer.phase("learn"):
         clock[0] += 4.0
     assert timer.lap() == {"time/learn_s": 4.0, "time/iteration_s": 4.0}
-    assert timer.total == {"render": 5.0, "learn": 4.0} and timer.wall_s == 10.0
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert lines == [
         ["render", "5.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
@@ -76,8 +75,8 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
             clock[0] += 2.0
         render.note("2 pictures")
     assert stream.getvalue() == ""
-    timer.lap()
-    assert timer.total == {"render": 5.0, "condition": 1.0} and timer.wall_s == 6.0
+    lap = timer.lap()
+    assert lap == {"time/render_s": 5.0, "time/condition_s": 1.0, "time/iteration_s": 6.0}
     assert [line.split() for line in stream.getvalue().splitlines()] == [
         ["render", "5.0", "s", "2", "pictures"],
         ["condition", "1.0", "s", "2", "groups"],
@@ -182,24 +181,6 @@ def test_a_lap_has_the_seconds_of_each_phase_and_one_mfu(clock):
     assert timer.lap() == {"time/iteration_s": 1.0}
 
 
-def test_the_closing_table_accounts_for_every_second(clock):
-    stream = io.StringIO()
-    timer = PhaseTimer()
-    for name, seconds in (("learn", 3.0), ("render", 6.5)):
-        with timer.phase(name):
-            clock[0] += seconds
-    clock[0] += 0.5
-    timer.lap()
-    Console(True, stream).print_phase_times(timer.total, timer.wall_s)
-    rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
-    assert [[cell.strip() for cell in row] for row in rows] == [
-        ["render", "6.5 s", "65.0%"],
-        ["learn", "3.0 s", "30.0%"],
-        ["(other)", "0.5 s", "5.0%"],
-        ["wall", "10.0 s", "100.0%"],
-    ]
-
-
 def test_a_disabled_console_prints_nothing():
     stream = io.StringIO()
     rank_console = Console(False, stream)
@@ -207,7 +188,6 @@ def test_a_disabled_console_prints_nothing():
     with timer.phase("learn"):
         rank_console.say("hello")
     rank_console.iteration(1, 2, timer.lap())
-    rank_console.print_phase_times(timer.total, timer.wall_s)
     assert stream.getvalue() == ""
 
 

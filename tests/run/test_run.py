@@ -153,7 +153,7 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         MagicMock(run_dir=Path("my runs/x")),
         BackgroundWriter(tmp_path),
     )
-    Recording(mock, record, mock, writer, 9).end(mock)
+    Recording(mock, record, mock, writer, 9).end()
     said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
     assert said == [
         "page: 'my runs/x'/report/index.html",
