@@ -37,7 +37,6 @@ from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
-    from rl.pool.pooled_renderer import PooledRenderer
     from rl.ranks.dist import Dist
 
 PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
@@ -358,13 +357,6 @@ def build_engine(
     sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
     setup = EngineSetup(policy, dist.device, dist.world_size, has_room, claim, sharded)
     return resolved.engine.cls(resolved.engine.config, setup)
-
-
-def build_render_pool(resolved: Resolved, dist: Dist) -> PooledRenderer:
-    """Start the workers that draw in place of the ranks."""
-    from rl.pool.pooled_renderer import pooled
-
-    return pooled(resolved.renderer, resolved.config, dist)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:

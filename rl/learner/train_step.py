@@ -29,6 +29,7 @@ from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import AlgorithmConfig, RunConfig
 from rl.learner.backends import Backend, StepOutcome
 from rl.meter import seconds_between, time_mark
+from rl.model_files import evaluating
 from rl.ranks.dist import Dist, is_sharded
 
 # ---- micro batches -------------------------------------------------------------------------------
@@ -200,13 +201,8 @@ class Inference:
 
     def _run(self, batch: TokenBatch) -> tuple[TokenBatch, TokenOutputs]:
         module = self._policy.module
-        was_training = module.training
-        module.eval()
-        try:
-            with torch.no_grad(), self._weights():
-                return batch, module(batch)
-        finally:
-            module.train(was_training)
+        with evaluating(module), torch.no_grad(), self._weights():
+            return batch, module(batch)
 
 
 # ---- step metrics --------------------------------------------------------------------------------

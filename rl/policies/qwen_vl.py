@@ -23,7 +23,7 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.model_files import Base
+from rl.model_files import Base, evaluating
 from rl.policies import prompting, qwen_vl_prompts
 from rl.policies.packing import completion_spans
 from rl.policies.policy_base import TEXT_FILES, TrainedPolicy, link_files, local_folder
@@ -264,13 +264,9 @@ class QwenVL(TrainedPolicy[Config]):
         """The batch and its outputs under the base model's weights, without an autograd graph."""
         import torch
 
-        batch, was_training = self.collate(rows), self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), self.base_model():
-                return batch, self.module(batch)
-        finally:
-            self.module.train(was_training)
+        batch = self.collate(rows)
+        with evaluating(self.module), torch.no_grad(), self.base_model():
+            return batch, self.module(batch)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] states of the negative prompt with each prompt's pictures, under the base weights

@@ -341,7 +341,9 @@ def _load_models(
     _raise_if_stopped(dist)
     pooled = None
     if resolved.config.pool:  # now, because its workers take long to load the renderer
-        pooled = build.build_render_pool(resolved, dist)
+        from rl.pool import pooled_renderer
+
+        pooled = pooled_renderer.pooled(resolved.renderer, resolved.config, dist)
         stack.callback(pooled.close)
         console.say(f"pictures are drawn by {pooled.where}")
     may_stay, claim = _engine_memory(resolved, policy, dist, console)
