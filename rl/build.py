@@ -270,11 +270,6 @@ def find_plugin(
     if not wrong:
         found = find.section_problems(cls, PLUGIN_BASES[kind], config)
         wrong = [f"{key}: {problem}" for problem in found]
-    if not wrong and issubclass(cls, Reward) and cls.needs_judge:
-        num_questions = cls.num_questions(plugin.config)
-        if num_questions < 1:
-            name = cls.num_questions.__qualname__
-            wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
     return plugin, wrong
 
 
@@ -401,9 +396,6 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
     data, renderer, policy = resolved.config.data, resolved.renderer, resolved.policy
     template = renderer.cls.prompt_template(renderer.config)
     max_pictures = template.max_pictures if template else policy.cls.max_sources
-    alternative = f"choose a renderer that reads more than {renderer.name}"
-    if "max_pictures" in type(renderer.config).model_fields:
-        alternative = "raise renderer.max_pictures"
     checked = {}
     with suppress(OSError):  # an older start's; the ranks then check the rows themselves
         checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
@@ -411,7 +403,6 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         data.on_bad_row,
         MAX_IMAGE_SIDE_PX,
         max_pictures,
-        f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,
         policy.cls.row_check(
             policy.config, template, resolved.config.sampling.max_completion_tokens

@@ -171,7 +171,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     if not rewards:
         fields["failure"] = fields["failure"] or "no reward"
         return episode(Status.UNGRADED, None, **fields)
-    return episode(Status.SCORED, fmean(rewards), **fields, image_rewards=tuple(rewards))
+    return episode(Status.SCORED, fmean(rewards), **fields)
 
 
 def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
