@@ -11,6 +11,7 @@ import traceback
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, TypeVar
@@ -36,7 +37,6 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.config.schema import RunConfig
-from rl.files import copied_pictures
 from rl.judge.client import JudgeError
 from rl.printing import excerpt
 from rl.ranks import signals
@@ -219,7 +219,7 @@ async def scores(
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
-        inputs: Any = copied_pictures(list(inputs_G))
+        inputs: Any = list(map(deepcopy, inputs_G))
         if reward.scores_groups():
             returned = await _call(method, inputs)
             if isinstance(returned, Mapping | str):
@@ -345,7 +345,7 @@ class PromptOrder:
         for step in range(len(rows)):
             with skipping(self._on_bad_row):
                 index = order[(start + step) % len(rows)]
-                item = build(copied_pictures(read_row(rows, index, f"data.train.{source}")))
+                item = build(deepcopy(read_row(rows, index, f"data.train.{source}")))
                 self.num_replaced += step > 0
                 return item
         raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
@@ -367,7 +367,7 @@ def first_samples(
             continue
         with skipping(on_bad_row):
             key = f"data.validation.{source}"
-            sample = copied_pictures(read_row(sources[source], index, key))
+            sample = deepcopy(read_row(sources[source], index, key))
             row = f"{key}, row {index}"
             if row_of_id.setdefault(sample.id, row) != row:
                 raise ValueError(
