@@ -25,7 +25,7 @@
     model_path: 'Qwen/Qwen2.5-VL-7B-Instruct',
     dtype: 'bfloat16',
     lora: { r: 16, alpha: 32, target_modules: ['q_proj', 'k_proj', 'v_proj', 'o_proj'] },
-    system_prompt: std.rstripChars(importstr '../rl/enhance_system_prompt.txt', '\n'),
+    system_prompt: std.rstripChars(importstr 'prompt_enhancement.txt', '\n'),
     image_max_pixels: 512 * 28 * 28,
     max_prompt_tokens: 1024,
   },

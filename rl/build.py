@@ -213,8 +213,8 @@ def resolve(config: RunConfig) -> Resolved:
     with_weight = [keys for keys in train_keys if keys.coefficient is None or keys.weight != 1]
     if with_weight and any(keys.coefficient is not None for keys in train_keys):
         problems.append(
-            "data.train: give every source a coefficient (its weight is coefficient x rows), or "
-            "none of them"
+            "data.train: a source has a weight or a coefficient (its weight is then coefficient x "
+            "rows), not both; and give every source a coefficient, or none"
         )
     if config.algorithm.loss not in SHIPPED_LOSSES:
         loss, wrong = find.import_plugin(config.algorithm.loss)
@@ -364,7 +364,9 @@ def _made(plugin: Plugin[PluginT], *arguments: Any) -> PluginT:
     make: Callable[..., PluginT] = plugin.cls
     try:
         return make(plugin.config, *arguments)
-    except (OSError, NotFiniteError) as error:
+    except NotFiniteError as error:
+        raise ValueError(f"{plugin.key}: {error}") from error
+    except OSError as error:
         raise ValueError(
             f"{plugin.key}: {plugin.name} cannot read its files: {error}\nGive a folder with "
             "them all, or a hub id that exists and can be reached (a gated one needs HF_TOKEN)."
@@ -448,8 +450,8 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
             ids[index] = read_row(source, index, at).id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
-            f"{at}: rows {', '.join(map(str, ids))} all have the id {ids[0]!r}; give each row "
-            "an id of its own: held-out noise and file names are derived from it"
+            f"{at}: rows {', '.join(map(str, ids))} all have the id {min(ids.values())!r}; give "
+            "each row an id of its own: held-out noise and file names are derived from it"
         )
 
 

@@ -157,7 +157,9 @@ def _secrets(
 
 def _candidates(value: str, is_secret: bool) -> Iterator[str]:
     """The whole or parts of a variable's value that may be secrets; `is_secret`: by its name."""
-    if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
+    if is_secret and not (
+        value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value))
+    ):
         yield value
         yield from _SCHEME_WORD.findall(value)
         if "://" not in value:  # user:password

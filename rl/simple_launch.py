@@ -227,6 +227,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     several = args.nnodes > 1
     for is_wrong, problem in (
         (few_ranks, f"--nproc {args.nproc}: at least one rank is needed"),
+        (args.nnodes < 1, f"--nnodes {args.nnodes}: at least one node is needed"),
         (
             not 0 <= args.node_rank < args.nnodes,
             f"--node-rank {args.node_rank} is not within --nnodes {args.nnodes}",

@@ -437,12 +437,12 @@ def _batch_lines(resolved: build.Resolved, num_rows: Mapping[str, int]) -> list[
     config, ranks = resolved.config, resolved.config.world_size
     completions = config.prompts_per_iteration * config.generations_per_prompt
     makes_images = resolved.renderer.cls.makes_images
-    pictures = completions * config.images_per_completion if makes_images else 0
+    answers = completions * config.images_per_completion
     counts = {
         "prompts": config.prompts_per_iteration,
         "completions": completions,
-        "pictures": pictures,
-        "judge questions": pictures * questions_per_picture(resolved),
+        "pictures": answers if makes_images else 0,
+        "judge questions": answers * questions_per_picture(resolved),
     }
     optimizer, policy = config.optimizer, resolved.policy
     per_update = completions / ranks / optimizer.updates_per_iteration
@@ -472,8 +472,10 @@ def _length(resolved: build.Resolved, num_rows: Mapping[str, int]) -> str:
     """The run's length in iterations and in epochs, if the number of samples is known. `num_rows`:
     that of each data source which has been read."""
     config, counts = resolved.config, [num_rows.get(plugin.key, 0) for plugin in resolved.train]
-    if not all(counts) or (config.num_iterations is None) == (config.num_epochs is None):
-        stated = f"num_iterations {config.num_iterations}, num_epochs {config.num_epochs}"
+    stated = f"num_iterations {config.num_iterations}, num_epochs {config.num_epochs}"
+    if (config.num_iterations is None) == (config.num_epochs is None):
+        return f"{stated}; set one of them"
+    if not all(counts):
         return f"{stated}; the number of samples is not known before they are loaded"
     iterations, prompts = build.num_iterations(config, sum(counts)), config.prompts_per_iteration
     return (

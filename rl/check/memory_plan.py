@@ -295,6 +295,10 @@ class Plan:
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: whether the engine keeps its memory, and why."""
+    asked = planned.engine.residency if planned.engine else "auto"
+    if asked != "auto":
+        does = "sleeps" if asked == "sleep" else "stays resident"
+        return f"the engine {does} while others run, as engine.residency says"
     what = "can stay resident" if planned.engine_stays else "has to sleep while others run"
     together = f"all models take {planned.together_gb:.1f} of {gpu_gb:g} GB"
     return f"the engine {what}: {together}, of which a tenth should stay free"
@@ -429,10 +433,12 @@ def host_problems(
     listed = ", ".join(f"{part} {gb:.1f}" for part, gb in parts.items())
     remedy = "use fewer ranks, or a machine with more memory"
     if "engine asleep, pinned" in parts:
-        remedy += (
-            f"; PYTORCH_ALLOC_CONF={PINNED_SETTING}:1 pins only as much as the engine's weights, "
-            "but at every sleep anew; if the GPU has room, engine.residency=resident pins nothing"
-        )
+        remedy += "; if the GPU has room, engine.residency=resident pins nothing"
+        if PINNED_SETTING not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+            remedy += (
+                f"; PYTORCH_ALLOC_CONF={PINNED_SETTING}:1 pins only as much as the engine's "
+                "weights, but at every sleep anew"
+            )
     return [
         f"host memory: {needed_gb:.1f} GB for {num_ranks} ranks ({listed}), but this machine or "
         f"container has {available_gb:.1f}; {remedy}"

@@ -54,6 +54,8 @@ def is_folder(path: str | Path) -> bool:
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The bytes of a regular file. Raises an OSError, which names the file, for anything else and
     for more than `max_bytes`."""
+    if is_folder(path):
+        raise OSError(errno.EISDIR, FOLDER, str(path))
     # O_NONBLOCK: opening a pipe waits for a writer otherwise; for a file it has no effect.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -681,7 +683,9 @@ def from_earl(
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    if not _merge(run, direct)["data"]["validation"]:
+    merged = _merge(run, direct)
+    data = merged["data"]
+    if isinstance(data, Mapping) and not data["validation"]:
         run["evaluation"]["every_n_iterations"] = 0
     return _merge(run, direct), problems
 

@@ -503,7 +503,7 @@ class RowsSource(CheckedSource[ConfigT]):
         if limit is not None and len(cells) > limit:
             raise UnusableError(
                 f"has {len(cells)} source pictures, but this run accepts {limit or 'none'}; give "
-                "fewer, or choose a renderer that reads more (renderer.max_pictures)"
+                "fewer, or choose a renderer and policy that read more (renderer.max_pictures)"
             )
         target = pick(row, columns.target, None)
         has_target = target is not None or columns.target in columns.named

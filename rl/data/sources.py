@@ -76,8 +76,8 @@ class HfDataset(RowsSource[HfDatasetConfig]):
 
     @classmethod
     def is_here(cls, config: HfDatasetConfig) -> bool:
-        can_read = config.path.endswith(".jsonl") or find_spec("datasets") is not None
-        return can_read and _is_local(config)
+        is_plain = config.path.endswith(".jsonl") and "[" not in config.split
+        return _is_local(config) and (is_plain or find_spec("datasets") is not None)
 
     @classmethod
     def read(cls, config: HfDatasetConfig) -> Rows:
@@ -233,9 +233,10 @@ class Prompts(RowsSource[PromptsConfig]):
         files = [Path(config.path)] if config.path else [BUILT_IN / f"{n}.jsonl" for n in splits]
         parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
         lines = Lines(*files, parse=parse)
-        columns = Columns(
-            instruction=config.prompt_key, source=config.picture_key, source_optional=True
-        )
+        key, picture_key = config.prompt_key, config.picture_key
+        if is_no_jsonl(config.path):
+            key, picture_key = "prompt", ""
+        columns = Columns(instruction=key, source=picture_key, source_optional=True)
         origin = config.path or f"prompts[{config.split}]"
         folder = Path(config.path).parent
         numbers = lines.numbers

@@ -75,8 +75,8 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
         return [(entry, f"judge.api_base={entry!r}")]
     if not_a_file(entry):
         raise ValueError(
-            f"judge.api_base={entry!r} is neither a URL (http://host:4877), nor host:port, nor a "
-            "file that exists; to have the run start a judge itself, set "
+            f"judge.api_base={re.sub('.*@', '...@', entry)!r} is neither a URL (http://host:4877), "
+            "nor host:port, nor a file that exists; to have the run start a judge itself, set "
             "judge.start_command"
         )
     where = f"judge.api_base: the file {Path(entry)}"
@@ -84,10 +84,15 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
         text = read_text(entry, MAX_FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    addresses = [line.split()[0] for line in text.split("\n") if line.strip()]
-    if not all(map(_is_address, addresses or [""])):
-        raise ValueError(f"{where} is empty, or {addresses} are neither URLs nor host:port")
-    return [(address, where) for address in addresses]
+    words = {
+        number: line.split()[0] for number, line in enumerate(text.split("\n"), 1) if line.strip()
+    }
+    if not words:
+        raise ValueError(f"{where} is empty")
+    for number, word in words.items():
+        if not _is_address(word):  # not quoted: it may contain a password
+            raise ValueError(f"{where}: line {number} begins with neither a URL nor host:port")
+    return [(address, where) for address in words.values()]
 
 
 def _is_address(text: str) -> bool:

@@ -115,10 +115,10 @@ def _label_reply(choice: Any, labels: Sequence[str]) -> str:
     except (LookupError, TypeError):
         raise NoLogprobsError("no log-probs of the first token") from None
     logprobs: dict[str, float] = {}
-    for token, value in pairs:
-        if token in labels and logprobs.setdefault(token, value) != value:
+    for token, value in [(token, logprob_in(value)) for token, value in pairs if token in labels]:
+        if logprobs.setdefault(token, value) != value:
             raise UnreadableReplyError(f'two log-probs of the label "{token}"')
-    kept = {label: logprob_in(logprobs[label]) for label in labels if label in logprobs}
+    kept = {label: logprobs[label] for label in labels if label in logprobs}
     return json.dumps({"token": str(first["token"])[:MAX_TOKEN_CHARS], "logprobs": kept})
 
 

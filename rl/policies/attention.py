@@ -87,6 +87,8 @@ class PackedDecoder:
 # Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 
 NAME = "packed_groups"
+NOT_COMPUTED = ("sliding_window", "softcap", "s_aux")
+"""Keywords of attention in transformers that `attention` refuses; `s_aux`: attention sinks."""
 """Name of `attention` in transformers' registry."""
 
 
@@ -142,11 +144,18 @@ def attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     packing: Packing | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """For a packed row, [1, H, S, D] -> [1, S, H, D]. Without `packing`, [B, H, T, D] ->
     [B, T, H, D], with `attention_mask`, or causal if that is None."""
     assert not dropout, "dropout would make training differ from sampling"
+    scale = others.get("scaling")
+    if scale not in (None, query.shape[-1] ** -0.5) or any(map(others.get, NOT_COMPUTED)):
+        raise ValueError(
+            f"{type(module).__name__}: packed rows have no sliding window, soft cap, sinks or "
+            f"other scale; this model cannot be a policy (scaling {scale}, "
+            f"{ {name: others.get(name) for name in NOT_COMPUTED} })"
+        )
     if packing is None:
         out = functional.scaled_dot_product_attention(
             query,

@@ -81,7 +81,11 @@ class Thinking:
         if self._section is None:
             return plain
         end = len(plain.token_ids) - len(self._ids_after)
-        assert list(plain.token_ids[end:]) == self._ids_after, "a special token follows"
+        if list(plain.token_ids[end:]) != self._ids_after:
+            raise ValueError(
+                "policy.thought: the tokenizer merges the instruction with what the prompt "
+                "template has behind it; begin that with a special token"
+            )
         ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
         length = len(ids) + len(self._marker_ids)  # as in `cut_short`
         limit = self._prompts.max_prompt_tokens
@@ -360,6 +364,13 @@ def load_image_processor(config: Config) -> Any:
         processor.size["shortest_edge"] = config.image_min_pixels
     if config.image_max_pixels is not None:
         processor.size["longest_edge"] = config.image_max_pixels
+    least_px, most_px = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if most_px < least_px:
+        raise ValueError(
+            f"policy.image_max_pixels: {most_px}, below the smallest area, {least_px} (that of "
+            "policy.image_min_pixels, or the processor's own): raise it, or lower "
+            "policy.image_min_pixels"
+        )
     return processor
 
 
@@ -390,6 +401,8 @@ def load_model(config: Config) -> Any:
 # Converts a Qwen-VL's prompts and completions to and from token ids, without weights.
 
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
+MAX_RESIZES = 20
+"""A size that changes after so many resizes never settles; the thinnest pictures need six."""
 MAX_SIDE_SUM = 14.3
 """(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
 
@@ -509,16 +522,16 @@ class QwenPrompts:
             width, height = size_of_area(
                 width, height, self.template.image_area_px, self.template.image_multiple_px
             )
-        size, before = (height, width), (0, 0)
-        while size != before:  # of a thin picture, the processor shortens its own result again
-            before = size
-            size = smart_resize(
-                *size,
-                factor=self._token_px,
-                min_pixels=self.image_processor.size["shortest_edge"],
-                max_pixels=self.image_processor.size["longest_edge"],
-            )
-        return size[1], size[0]
+        size, bounds = (height, width), self.image_processor.size
+        least_px, most_px = bounds["shortest_edge"], bounds["longest_edge"]
+        for _ in range(MAX_RESIZES):  # the processor may shrink its own result of a thin picture
+            before, size = size, smart_resize(*size, self._token_px, least_px, most_px)
+            if size == before:
+                return size[1], size[0]
+        raise ValueError(
+            f"no multiple of {self._token_px} px has an area between policy.image_min_pixels "
+            f"({least_px}) and policy.image_max_pixels ({most_px}) at its ratio of sides"
+        )
 
     def _sized(self, image: Image) -> Image:
         """The picture after both resizes, so that the trainer's and the engine's processors, which
@@ -642,7 +655,7 @@ class QwenRowCheck:
             least_px = self._config.image_min_pixels or MIN_PX
             scale = max(1.0, math.sqrt(least_px / math.prod(size)))
             most_px = min(most_px, math.prod(side * scale + self._slot_px for side in size))
-        return most_px // self._slot_px**2
+        return most_px // self._slot_px**2 if most_px < math.inf else math.inf
 
     @cached_property
     def _builder(self) -> tuple[QwenPrompts, Thinking] | None:

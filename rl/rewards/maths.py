@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ Verdict = Literal["unreadable_gold", "equal", "different", "too_costly"]
 """'too_costly': the worker died."""
 
 START_TIMEOUT_S = 300.0
+EXIT_S = 10.0
 REMEMBERED_QUESTIONS = 8192
 MEMORY_BYTES = 2 * 2**30
 TINY = 1e-5
@@ -48,7 +50,7 @@ class MathsProcess:
         """The verdict on two LaTeX expressions.
 
         'too_costly' if the worker dies of the question. Raises TimeoutError if the machine is too
-        busy to reply, RuntimeError if the worker cannot be started.
+        busy to reply, RuntimeError if the worker cannot be started or is killed from outside.
         """
         if self._process.poll() is not None:  # closed, or dead between questions
             self.close()
@@ -70,7 +72,13 @@ class MathsProcess:
             self.close()
             raise
         if not reply:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_S)  # `close` would hide how it ended
             self.close()
+            if self._process.returncode == -signal.SIGKILL:
+                raise RuntimeError(
+                    "the process that compares answers was killed (for want of memory?)"
+                )
         return cast(Verdict, reply or "too_costly")
 
     def _read_line(self, timeout_s: float) -> str:

@@ -305,9 +305,13 @@ class PendingRollout:
         UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
         sampled, config = self._sampled, self._context.config
-        if self._undrawn:
-            lost = f"{len(self._undrawn)} of {len(self._pictures)} jobs"
-            raise ValueError(f"renderer: {config.renderer['type']} yields no picture for {lost}")
+        num_not_taken = sum(arms_G.count(None) for arms_G in self._arms_PG)
+        if self._undrawn or num_not_taken:
+            raise ValueError(
+                f"renderer: {config.renderer['type']} yields no picture for "
+                f"{len(self._undrawn)} of {len(self._pictures)} jobs, and takes none for "
+                f"{num_not_taken} completions"
+            )
         try:
             with counted("verdicts", len(self._futures), self._num_done()) as progress:
                 for p, arms_G in enumerate(self._arms_PG):

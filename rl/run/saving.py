@@ -143,8 +143,8 @@ def save_before_leaving(
             return
         newest = find(checkpoints.folder.parent, hashes=False).path
         on_disk = 0 if newest is None else iteration_of(newest)
-        if on_disk < last.done and dist.is_main:
-            lost = f"iterations {on_disk + 1} to {last.done} are lost"
+        if on_disk < last.done and (dist.is_main or not received):
+            lost = f"the iterations after {on_disk}, up to {last.done}, are lost"
             why = "a later update began" if received else "a rank with part of the state is gone"
             warn(f"{lost} ({why}); newest checkpoint: {newest or 'none'}")
     except BaseException as save_error:  # a policy of the user's may raise anything

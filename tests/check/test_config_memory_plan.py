@@ -253,6 +253,7 @@ def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
         for stated in ("resident", "sleep"):
             as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
             assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
+            assert "as engine.residency says" in residency_line(as_stated, gpu_gb)
     assert plan(replace(SIZES, engine=None), gpu_gb=100).engine is None
 
 

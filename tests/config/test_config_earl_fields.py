@@ -172,6 +172,9 @@ def test_our_sections_mix_with_the_fields(tmp_path, sections: list[str]) -> None
 
 def test_validation_data_of_our_section_is_used(tmp_path: Path) -> None:
     section = {"validation": [{"type": "tiny_world.data.shapes"}]}
+    for nothing in (None, "x"):
+        with pytest.raises(ConfigError, match="data: "):
+            load(tmp_path, flat(val_paths_file=None, val_coefficients=[], data=nothing))
     for paths in ([], None):
         config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=section))
         assert config.evaluation.every_n_iterations == 100

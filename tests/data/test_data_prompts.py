@@ -48,6 +48,7 @@ def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
     file.write_bytes("\ufeffa cat\r\n\r\n  ein grüner Hund \n".encode())
     loaded = samples(config(path=str(file)))
     assert [sample.instruction for sample in loaded] == ["a cat", "ein grüner Hund"]
+    assert len(samples(config(path=str(file), prompt_key="text"))) == 2, "a text file has no keys"
     assert [sample.id for sample in loaded] == ["mine.txt:1", "mine.txt:3"]
 
 

@@ -58,10 +58,15 @@ def test_several_addresses_as_list_text_or_file(value: str | list[str], tmp_path
 def test_one_wrong_address_of_several_is_named(tmp_path: Path) -> None:
     file = tmp_path / "judges"
     file.write_text("http://a:4877\nb@d!\n")  # pragma: allowlist secret
-    for value, problem in (["a:4877", "judge"], "'judge' is neither"), (str(file), "'b@d!'"):
+    for value, problem in (
+        (["a:4877", "judge"], "'judge' is neither"),
+        ("me:hunter2@a:4877", "'...@a:4877' is neither"),
+        (str(file), f"{file}: line 2 "),
+    ):
         with pytest.raises(ValueError, match=r"judge\.api_base.*") as error:
             resolve_api_bases(value)
         assert problem in str(error.value)
+        assert "b@d" not in str(error.value), "it may be a password"
 
 
 @pytest.mark.parametrize("value", ["", "none", "None", "  ", ["", " "]])

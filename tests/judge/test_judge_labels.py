@@ -60,7 +60,7 @@ UNREADABLE = {
     "an integer of 400 digits": (first_token(("7", -(10**400))), "0 of the first token's"),
     "a positive log-prob": (first_token(("7", 4.2)), "at most 0"),
     "raw logits": (first_token(("7", -0.1), ("8", -0.2)), "sum to more than 1"),
-    "NaN": (first_token(("7", float("nan"))), "two log-probs"),  # NaN differs from itself
+    "NaN": (first_token(("7", float("nan"))), "no number"),
     "text": (first_token(("7", "-0.1")), "at most 0"),
     "true": (first_token(("7", True)), "at most 0"),
     "a label twice": (first_token(("7", -0.1), ("7", -2.0)), "two log-probs"),

@@ -142,13 +142,20 @@ def slow_varlen_backward(
     return tuple(grads)
 
 
+@pytest.mark.parametrize("other", [{"scaling": 0.3}, {"sliding_window": 4}, {"softcap": 30.0}])
+def test_attention_of_another_kind_is_refused(other):
+    with pytest.raises(ValueError, match="cannot be a policy"):
+        attention(None, *inputs(), None, packing=Packing(GROUPS, kernels.CPU), **other)
+
+
 @pytest.mark.parametrize("kernel", [kernels.CPU, kernels.PLAIN, kernels.VARLEN])
 def test_attention_and_its_gradients_equal_those_with_a_dense_mask(kernel, monkeypatch):
     """A slow stand-in answers the calls of the CUDA kernel, so that their arguments are tested."""
     monkeypatch.setattr(varlen, "_varlen_attn", slow_varlen)
     monkeypatch.setattr(varlen, "_varlen_attn_backward", slow_varlen_backward)
     tensors = inputs()
-    ours, _ = attention(None, *tensors, None, packing=Packing(GROUPS, kernel))
+    scale = tensors[0].shape[-1] ** -0.5
+    ours, _ = attention(None, *tensors, None, packing=Packing(GROUPS, kernel), scaling=scale)
     expected = dense(*tensors)
     assert (ours - expected).abs().max() < PRODUCT_TOL
     weights = torch.randn(ours.shape)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
 from rl.policies import prompting
-from rl.policies.qwen_vl_prompts import QwenPrompts
+from rl.policies.qwen_vl_prompts import Config, QwenPrompts, load_image_processor
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,17 @@ def test_long_prompts_and_missing_pictures_name_the_sample(tokenizer):
         prompts_of(tokenizer, max_prompt_tokens=60).prompt(tiny_qwen.sample(7), "make the sky blue")
     with pytest.raises(ValueError, match="sample 'blind' has no source picture"):
         prompts_of(tokenizer).prompt(Sample("blind", "x"), "x")
+
+
+def test_bounds_between_which_no_picture_fits_are_named(tokenizer, tmp_path):
+    tiny_qwen.make_image_processor().save_pretrained(tmp_path)
+    settings = {"type": "qwen2_5_vl", "model_path": str(tmp_path), "image_max_pixels": 28 * 28}
+    with pytest.raises(ValueError, match=r"image_max_pixels: 784, below .* 3136"):
+        load_image_processor(Config(**settings))
+    prompts = prompts_of(tokenizer)
+    prompts.image_processor.size |= {"shortest_edge": 3300, "longest_edge": 3400}
+    with pytest.raises(UnusableSampleError, match=r"no multiple of 28 px .*3300.*3400"):
+        prompts.prompt(tiny_qwen.sample(0), "x")
 
 
 def test_a_picture_that_the_processor_refuses_names_the_sample(tokenizer):

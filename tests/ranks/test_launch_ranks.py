@@ -316,6 +316,7 @@ def exit_code(*arguments: str) -> int:
     [
         (["--nproc", "0", "any.jsonnet"], "--nproc 0 ... at least one"),
         (["--nproc", "-2", "any.jsonnet"], "--nproc -2 ... at least one"),
+        (["--nnodes", "0", "any.jsonnet"], "--nnodes 0 ... at least one"),
         (["--nnodes", "2", "any.jsonnet"], "--nnodes > 1 ... --rdzv-endpoint"),
         (["--node-rank", "1", "any.jsonnet"], "--node-rank 1 ... --nnodes 1"),
         (["rl/train.py"], "config ... missing"),

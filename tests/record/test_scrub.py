@@ -194,6 +194,7 @@ def test_what_counts_as_a_secret(name: str, value: str, secret: str, monkeypatch
         ("OLDPWD", "/home/somebody"),
         ("SSH_AUTH_SOCK", "/tmp/ssh-0123456789/agent"),
         ("API_KEY_FILE", "/run/secrets/key"),
+        ("SSH_KEY", "~/././././."),
         ("VLLM_API_KEY", "not-needed"),
         ("OPENAI_API_KEY", "sk-no-key-required"),
         ("SHORT_KEY", "abc4567"),

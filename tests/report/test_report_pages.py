@@ -175,6 +175,8 @@ def test_pictures_behind_links_are_not_shown(tmp_path: Path) -> None:
     assert picture_of(run_dir, "images/it_000001/y.png") is None
     (run_dir / "evaluation/it_000001").symlink_to(disk / "it_000001")
     assert picture(run_dir / "evaluation/it_000001", "x.png") is None
+    run_dir.rename(tmp_path / "evaluation")  # a run may be called so
+    assert picture_of(tmp_path / "evaluation", "images/it_000001/x.png") is not None
 
 
 def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:

@@ -478,13 +478,15 @@ RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
         ([(1, RED)], "(1, <PIL"),
         ([(0, RED), (0, RED)], "(0, <PIL"),
         ([], "no picture for 1 of 1 jobs"),
+        (None, "takes none for 1 completions"),
     ],
 )
 def test_what_a_renderer_may_not_yield_ends_the_run_with_a_sentence(
-    context: RolloutContext, drawn: list[Any], part: str
+    context: RolloutContext, drawn: list[Any] | None, part: str
 ) -> None:
+    """`drawn` None: the renderer takes no job."""
     painter = Painter()
-    painter.render = lambda jobs: [*jobs] and iter(drawn)  # type: ignore[method-assign]
+    painter.render = lambda jobs: iter([]) if drawn is None else [*jobs] and iter(drawn)  # type: ignore[method-assign]
     with pytest.raises((TypeError, ValueError)) as error:
         roll(replace(context, renderer=painter), word("a"))
     text = signals.sentence(error.value)

@@ -44,5 +44,7 @@ def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), Dist())
     save_before_leaving(last, checkpoints, Dist(), RuntimeError("injected"))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == saved
-    message = "iterations 1 to 3 are lost (a later update began); newest checkpoint: none"
+    message = (
+        "the iterations after 0, up to 3, are lost (a later update began); newest checkpoint: none"
+    )
     assert (message in capsys.readouterr().err) == (not saved)

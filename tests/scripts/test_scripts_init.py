@@ -71,6 +71,12 @@ def test_what_cannot_be_written_is_refused(data: str, capsys: Any) -> None:
             init.main(arguments)
         assert holds(capsys.readouterr().err, message)
     assert "--data is missing" in refusal(init.main, ["--system", "earl"])
+    for arguments, option in (
+        (["--data", data], "--data has no effect"),
+        (["--system", "prompts", "--judge", "http://j:1"], "--judge has no effect"),
+        (["--system", "edit", "--held-out", data], "--held-out needs --data"),
+    ):
+        assert option in refusal(init.main, arguments)
     without = ["--system", "prompts", "--data", data]
     assert "--held-out is missing" in refusal(init.main, without)
     Path("there.jsonnet").touch()

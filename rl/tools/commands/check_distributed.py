@@ -26,10 +26,11 @@ def main() -> None:
     """Sum a known tensor over all ranks with each communicator that a run may use. Rank 0 prints a
     line for each. Exit code: 1, with the reason, if a sum is wrong or does not arrive."""
     printing.guard()
-    dist = Dist.from_env()
-    timer = threading.Timer(TIMEOUT_S, give_up, [dist.rank])
+    # Before the ranks meet, which may hang as well.
+    timer = threading.Timer(TIMEOUT_S, give_up, [os.environ.get("RANK", "0")])
     timer.daemon = True
     timer.start()
+    dist = Dist.from_env()
     for name, device, sum_ in communicators(dist):
         if isinstance(sum_, str):
             line = f"{name} skipped: {sum_}"
@@ -44,12 +45,13 @@ def main() -> None:
     dist.close()
 
 
-def give_up(rank: int) -> None:
+def give_up(rank: str) -> None:
     """End this process with exit code 1."""
     print(
         f"rank {rank} waited {TIMEOUT_S:.0f} s for the other ranks. The communicator that "
-        "hangs is the first without a line on rank 0; NCCL_DEBUG=INFO tells more (if the network "
-        "interface is wrong, set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME)",
+        "hangs is the first without a line on rank 0 (Gloo, if there is no line); "
+        "NCCL_DEBUG=INFO tells more (if the network interface is wrong, set NCCL_SOCKET_IFNAME or "
+        "GLOO_SOCKET_IFNAME)",
         file=sys.stderr,
         flush=True,
     )

@@ -435,9 +435,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     hold(run_dir)
     followed = Followed(run, tracking, os.getppid() if args.with_run else None)
     names = follow_all(followed)
+    if not names:
+        printing.complain("this run has no view to follow; name one, for example --page")
     sys.stdout.flush()
     # What hangs in a tracker's library must not keep this process.
-    os._exit(not followed.complete.issuperset(names))
+    os._exit(0 if names and followed.complete.issuperset(names) else 1)
 
 
 def wanted(run: LoadedRun, args: argparse.Namespace) -> TrackingConfig:

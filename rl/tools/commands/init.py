@@ -92,6 +92,8 @@ SYSTEMS = {
         has_judge=True,
     ),
 }
+JUDGE_URL = "http://localhost:4877"
+JUDGE_MODEL = "Qwen/Qwen3-VL-32B-Instruct-FP8"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 
 
@@ -148,14 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--gpus", type=_count, help="number of GPUs; default: those of this machine")
     add("--gpu-gb", type=_count, help="memory of each GPU, GB; default: of this machine's")
     url = _like(r"https?://[^\s/]\S*", "a URL like http://host:4877")
-    add(
-        "--judge",
-        type=url,
-        default="http://localhost:4877",
-        help="its URL; default: http://localhost:4877",
-    )
-    model = "Qwen/Qwen3-VL-32B-Instruct-FP8"
-    add("--judge-model", type=_like(r"\S+", "one word"), default=model, help="the judge's model")
+    add("--judge", type=url, help=f"its URL; default: {JUDGE_URL}")
+    add("--judge-model", type=_like(r"\S+", "one word"), help=f"its name; default: {JUDGE_MODEL}")
     kinds = "; ".join(f"{name}: {kind}" for name, kind in DATA.items())
     add("--data", type=_data_path, default="", help=kinds)
     held_out = "default: the last rows of the training data, where these can be split"
@@ -181,6 +177,12 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     """(the config's file, its text). Raises ValueError for an answer that cannot be used."""
     system = SYSTEMS[args.system]
     base, keys = system.config, []
+    without_effect = [] if system.data else ["data", "held_out", "gpus", "gpu_gb"]
+    without_effect += [] if system.has_judge else ["judge", "judge_model"]
+    for name in without_effect:
+        if getattr(args, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} has no effect with --system {args.system}; see --system")
     if system.data:
         sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
         num = args.gpus or len(sizes) or system.gpus
@@ -194,8 +196,8 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     if system.has_judge:
         keys.append("judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one")
         keys += [
-            f"  api_base: {_quoted(args.judge)},",
-            f"  model: {_quoted(args.judge_model)},",
+            f"  api_base: {_quoted(args.judge or JUDGE_URL)},",
+            f"  model: {_quoted(args.judge_model or JUDGE_MODEL)},",
             "},",
         ]
     stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"
@@ -213,6 +215,8 @@ def _data(args: argparse.Namespace, system: System) -> list[str]:
     if not train and not system.has_data:
         raise ValueError(f"--data is missing: {DATA[system.data]}")
     if not train:
+        if held_out:
+            raise ValueError("--held-out needs --data, the rows that are trained on")
         return []
     if not held_out and not system.can_split:
         raise ValueError("--held-out is missing: this data cannot be split")

@@ -131,13 +131,14 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def picture(folder: Path, file: object) -> str | None:
-    """`file` if it is an existing picture below `folder`, reached without symlinks; else None."""
+def picture(folder: Path, file: object, may_be_link: bool = False) -> str | None:
+    """`file` if it is an existing picture below `folder`, reached without symlinks (`may_be_link`:
+    `folder` itself may be one); else None."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
     names = file.split("/")
     steps = [folder.joinpath(*names[:count]) for count in range(1, len(names) + 1)]
-    if folder.parent.name == "evaluation":
+    if not may_be_link:
         steps.append(folder)
     if any(step.is_symlink() for step in steps):
         return None
@@ -153,7 +154,7 @@ def picture_of(run_dir: Path, place: object) -> str | None:
     if not _PICTURE.fullmatch(file) or (mark and not _BOX.fullmatch(box)):
         return None
     top, _, path_below = file.partition("/")
-    return place if path_below and picture(run_dir / top, path_below) else None
+    return place if path_below and picture(run_dir / top, path_below, may_be_link=True) else None
 
 
 def source_places(record: Record) -> list[tuple[object, object]]:
