@@ -37,7 +37,6 @@ from rl.seeds import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
-    from rl.pool.pooled_renderer import PooledRenderer
     from rl.ranks.dist import Dist
 
 PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
@@ -274,11 +273,6 @@ def find_plugin(
     if not wrong:
         found = find.section_problems(cls, PLUGIN_BASES[kind], config)
         wrong = [f"{key}: {problem}" for problem in found]
-    if not wrong and issubclass(cls, Reward) and cls.needs_judge:
-        num_questions = cls.num_questions(plugin.config)
-        if num_questions < 1:
-            name = cls.num_questions.__qualname__
-            wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
     return plugin, wrong
 
 
@@ -363,13 +357,6 @@ def build_engine(
     return resolved.engine.cls(resolved.engine.config, setup)
 
 
-def build_render_pool(resolved: Resolved, dist: Dist) -> PooledRenderer:
-    """Start the workers that draw in place of the ranks."""
-    from rl.pool.pooled_renderer import pooled
-
-    return pooled(resolved.renderer, resolved.config, dist)
-
-
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator on this rank."""
     return _made(resolved.renderer, Resources(None, dist.device))
@@ -414,10 +401,6 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
     data, renderer, policy = resolved.config.data, resolved.renderer, resolved.policy
     template = renderer.cls.prompt_template(renderer.config)
     max_pictures = template.max_pictures if template else policy.cls.max_sources
-    kind, reader = ("renderer", renderer) if template else ("policy", policy)
-    alternative = f"choose a {kind} that reads more than {reader.name}"
-    if "max_pictures" in type(renderer.config).model_fields:
-        alternative = "raise renderer.max_pictures"
     checked = {}
     with suppress(OSError):
         # The variable may be inherited from an older start, whose file is gone; then the ranks
@@ -427,7 +410,6 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         data.on_bad_row,
         MAX_IMAGE_SIDE_PX,
         max_pictures,
-        f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,
         policy.cls.row_check(
             policy.config, template, resolved.config.sampling.max_completion_tokens

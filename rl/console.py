@@ -12,13 +12,12 @@ from typing import TextIO
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from rl.printing import guard, plain, wrapped
 
 # ---- console -------------------------------------------------------------------------------------
-# What a run prints: a line per phase, a summary line per iteration, a table of phase times.
+# What a run prints: a line per phase, a summary line per iteration.
 
 SUMMARY = {
     "reward/mean": "reward",
@@ -118,12 +117,3 @@ class Console:
             parts.append(f"{duration(mean_s)}/it")
             parts.append(f"ETA {duration(mean_s * (num_iterations - iteration))}")
         self._rich.print("  ".join(parts), markup=False, style="bold")
-
-    def print_phase_times(self, seconds: Mapping[str, float], wall_s: float) -> None:
-        """A table of the run's phases, the longest first, and their sum."""
-        table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
-        rows = sorted(seconds.items(), key=lambda row: -row[1])
-        rows += [("(other)", max(0.0, wall_s - sum(seconds.values()))), ("wall", wall_s)]
-        for name, phase_s in rows:
-            table.add_row(name, duration(phase_s), f"{phase_s / max(wall_s, 1e-9):.1%}")
-        self._rich.print(table)

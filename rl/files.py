@@ -13,12 +13,11 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from io import BytesIO, FileIO
 from pathlib import Path
 from threading import Condition
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import PIL.Image
 from cachetools import LRUCache, cached
@@ -258,36 +257,13 @@ def _finite(leaf: Any) -> Any:
 
 
 # ---- images --------------------------------------------------------------------------------------
-# Opens pictures, copies them for plugins, scales them and encodes them.
+# Opens pictures, scales them and encodes them.
 
 MAX_AREA_PX = 50_000_000
 """Limit of pixels of a picture: a file of 1 KB can decode to any number, at up to 20 bytes each."""
 
 MAX_SIDE_SUM = 14.3
 """At least (width + height) / sqrt(area) of any picture up to 200:1 (14.21), rounded up."""
-
-T = TypeVar("T")
-
-
-def copied_pictures(value: T) -> T:
-    """A copy of `value`, a picture or an object that holds pictures (`Sample`, `RewardInput`, list,
-    dict), with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its
-    copy without affecting others."""
-    copied: Any = value
-    if is_dataclass(copied) and not isinstance(copied, type):
-        copies = {
-            f.name: copied_pictures(getattr(copied, f.name)) for f in fields(copied) if f.init
-        }
-        copied = replace(copied, **copies)
-    elif type(copied) in (list, tuple):
-        copied = type(copied)(map(copied_pictures, copied))
-    elif type(copied) is dict:
-        copied = {key: copied_pictures(item) for key, item in copied.items()}
-    elif isinstance(copied, Image | set) or hasattr(copied, "setflags"):  # a numpy array
-        copied = copied.copy()
-    elif hasattr(copied, "clone"):  # a tensor of torch, which is not imported here
-        copied = copied.clone()
-    return copied
 
 
 def digest(image: Image) -> bytes:

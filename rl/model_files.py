@@ -8,6 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -72,6 +73,17 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Within the context, the module is in evaluation mode."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:

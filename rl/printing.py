@@ -421,11 +421,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(
-    text: str,
-    style: str = "",
-    file: IO[str] | None = None,
-    marks: Mapping[str, str] = {},
-    end: str = "\n",
+    text: str, style: str = "", file: IO[str] | None = None, marks: Mapping[str, str] = {}
 ) -> None:
     """Print `text` to `file` (default: stdout), in colour if that is a terminal and NO_COLOR is not
     set. `style`: rich's name of a style; `marks`: regular expression -> style of what it matches.
@@ -434,7 +430,7 @@ def show(
     marked = Text(plain(text), style)
     for pattern, its_style in marks.items():
         marked.highlight_regex(f"(?m){pattern}", its_style)
-    Console(file=stream, soft_wrap=True, highlight=False, emoji=False).print(marked, end=end)
+    Console(file=stream, soft_wrap=True, highlight=False, emoji=False).print(marked)
     stream.flush()
 
 

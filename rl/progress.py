@@ -102,9 +102,8 @@ class Phase:
 
 
 class PhaseTimer:
-    """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
-    pauses the outer one, so that phases add up to the wall time. Code that must count as one phase
-    needs its own timer.
+    """This rank's wall seconds per phase in this iteration. An inner phase pauses the outer one, so
+    that phases add up to the wall time. Code that must count as one phase needs its own timer.
 
     On a GPU, a phase lasts from the moment in which the GPU has finished the work of the phase
     before until it has finished this phase's work: the host queues work far ahead. The host waits
@@ -120,18 +119,12 @@ class PhaseTimer:
         self._device = device
         self.model_flops = 0.0
         """FLOPs of the policy's training passes since the last lap."""
-        self._start_s = self._lap_s = time.perf_counter()
+        self._lap_s = time.perf_counter()
         self._marks = [("", time_mark(device))]
         """(the phase that ended or was paused, '' for none; when), as far as not yet counted; the
         first is when the one before it ended."""
         self._phases: defaultdict[str, Phase] = defaultdict(Phase)
         self._under_way: list[str] = []
-        self.total: defaultdict[str, float] = defaultdict(float)
-        """Seconds by phase from the start to the last lap."""
-
-    @property
-    def wall_s(self) -> float:
-        return time.perf_counter() - self._start_s
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -164,7 +157,6 @@ class PhaseTimer:
         metrics = {}
         for name, phase in phases.items():
             metrics[f"time/{name}_s"] = phase.seconds
-            self.total[name] += phase.seconds
             line = f"  {name:<14} {duration(phase.seconds):>12}  {phase.text}"
             self._console.say(line.rstrip())
         metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s

@@ -76,7 +76,7 @@ def train(run: Run) -> None:
     except BaseException as error:
         run.save_before_leaving(error)
         raise
-    run.recording.end(run.timer)
+    run.recording.end()
 
 
 def roll_out(run: Run, iteration: int) -> PendingStep:
@@ -131,7 +131,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
             train_step.accumulate(group.p, group.sequences)
             groups.append(group)
         rollout = pending.rollout.finished()
-        metrics = run.rollout_metrics(rollout, pending.iteration)
+        metrics = run.rollout_metrics(rollout)
         metrics.update(train_step.step())
     run.engine.wake()  # until the next rollout has sampled
     with timer.phase("sync"):

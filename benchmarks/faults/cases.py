@@ -87,7 +87,6 @@ _CALLS = {
     "metrics are logged": ("rl.run.run:Run.log", 3),
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "an iteration is printed": ("rl.console:Console.iteration", 3),
-    "the table of phase times": ("rl.console:Console.print_phase_times", 1),
 }
 _RECORD_CALLS = ("episodes are recorded", "episodes are written", "a line of metrics is written")
 _REWARD_CALL = "the judge is asked"

@@ -33,8 +33,6 @@ class RowRules:
     """A picture with a longer side is a bad row."""
     max_pictures: int | None = None
     """A row with more source pictures than this is bad; None: no limit."""
-    pictures_remedy: str = "give fewer"
-    """What the error message tells the user to do about a row with too many pictures."""
     keeps_transparency: bool = False
     """True: a transparent source picture stays RGBA. False: it is composited onto white."""
     check: RowCheck | None = None

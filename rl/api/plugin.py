@@ -213,15 +213,6 @@ class Resources:
     memory, but fails it with a reason that starts with 'out_of_memory'."""
 
 
-def too_old(capability: float | None, least: float, feature: str, remedy: str) -> list[str]:
-    """For `device_problems`: a problem if the GPU's compute capability is too low for `what`."""
-    if capability is None or capability >= least:
-        return []
-    return [
-        f"{feature} needs a GPU of compute capability {least}, this one has {capability}; {remedy}"
-    ]
-
-
 def brief(value: object) -> str:
     """A value and its type as one short line."""
     text = " ".join(repr(value).split())

@@ -292,8 +292,6 @@ class Episode:
     """Whether it is UNGRADED, or has the lowest rating (judge.unreadable), only because the judge's
     replies about it could not be read."""
     judge_s: float = 0.0
-    image_rewards: tuple[float, ...] = ()
-    """Final reward of each graded picture of this completion; `reward` is their mean."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,19 +9,18 @@ import os
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from rl.api import find
-from rl.api.judge import Answer, Question
 from rl.api.loss import Denominators, LossInputs, terms_problem
 from rl.api.plugin import Resources
-from rl.api.reward import Reward
+from rl.api.reward import NO_VALUE, Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
@@ -29,7 +28,7 @@ from rl.config.loading import read_bytes
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig, ConfigError, JudgeConfig, RunConfig
 from rl.console import Console, duration, warn
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.http import TOO_MANY_REQUESTS, BackgroundLoop, Dialect, StoppedError, remedy_for
+from rl.judge.http import TOO_MANY_REQUESTS, BackgroundLoop, StoppedError, remedy_for
 from rl.printing import excerpt
 from rl.ranks import signals
 from rl.ranks.dist import Dist
@@ -155,8 +154,6 @@ def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossIn
 # ---- ask judge -----------------------------------------------------------------------------------
 # Asks the judge real questions before a model is loaded, as the rewards of training ask them.
 
-T = TypeVar("T")
-
 SHOWN_REPLY_CHARS = 300
 START_PATIENCE_S = 60.0
 """Longest wait for a judge that has too many requests, or that fails between two questions."""
@@ -169,8 +166,6 @@ class JudgeCheck:
     problems: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     """A line for each reward that was asked or skipped; endpoints that are down, if one answers."""
-    dialects: dict[str, Dialect] = field(default_factory=dict)
-    """API base -> dialect."""
     down: list[str] = field(default_factory=list)
     """Why endpoints cannot be reached."""
 
@@ -193,7 +188,7 @@ async def ask_judge(
             for base in api_bases
         )
     )
-    (result.lines if result.dialects else result.problems).extend(result.down)
+    (result.lines if len(result.down) < len(api_bases) else result.problems).extend(result.down)
     return result
 
 
@@ -218,7 +213,6 @@ async def _ask_base(
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
                 await _ask_reward(plugin, client, base, is_made_up, reward_input, result)
-        result.dialects |= client.dialects()
     except JudgeUnreachableError as error:
         result.down.append(str(error))
     except JudgeError as error:
@@ -240,32 +234,28 @@ async def _ask_reward(
         reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
         result.lines.append(f"{plugin.key}: not asked, since it {reason}")
         return
-    judge = _RecordingJudge(client)
     limit_s = 2 * client.config.timeout_s
     started = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
-            output, problems = await grade_once(plugin, Resources(judge, "cpu"), reward_input)
+            output, problems = await grade_once(plugin, Resources(client, "cpu"), reward_input)
     except TimeoutError:
         reason = f"did not answer within {limit_s:g} s\n{_remedy('timeout', client.config)}"
         output, problems = None, [f"{plugin.key}: {base} {reason}"]
-    failed = [answer for answer in judge.answers if answer.failure]
-    if failed and not problems:
-        problems = [f"{plugin.key}: {base} {_why_unusable(failed[0], client)}"]
+    if output is not None and output.failure not in (None, NO_VALUE):
+        problems = [f"{plugin.key}: {base} {_why_unusable(output, client.config)}"]
     result.problems += problems
     if output is not None and not problems:
-        took = duration(time.monotonic() - started)
-        result.lines.append(
-            f"{plugin.key}: {base} answered {len(judge.answers)} questions in {took}"
-            + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
-        )
+        num, took = plugin.cls.num_questions(plugin.config), duration(time.monotonic() - started)
+        value = output.failure if output.value is None else f"value {output.value:.3g}"
+        result.lines.append(f"{plugin.key}: {base} answered {num} questions in {took}, {value}")
 
 
-def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
-    failure, config = str(answer.failure), client.config
-    if not answer.replies:
+def _why_unusable(output: RewardOutput, config: JudgeConfig) -> str:
+    failure = str(output.failure)
+    if not output.replies:
         return f"gave no answer: {failure}\n{_remedy(failure, config)}"
-    reply = excerpt(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
+    reply = excerpt(output.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     remedy = (
         "set judge.guided_json='always' if the endpoint supports it; raise judge.max_tokens="
         f"{config.max_tokens} if the reply is cut or empty (a reasoning model also spends it on "
@@ -282,22 +272,6 @@ def _remedy(failure: str, config: JudgeConfig) -> str:
         "Remedy: look into the endpoint's own log; raise judge.timeout_s="
         f"{config.timeout_s:g} if it is slow."
     )
-
-
-class _RecordingJudge:
-    """Passes questions to the judge and keeps its answers."""
-
-    def __init__(self, client: JudgeClient) -> None:
-        self.config = client.config
-        self.answers: list[Answer[Any]] = []
-        self._client = client
-
-    async def ask(
-        self, question: Question, parse: Callable[[str], T], repeat: int = 0
-    ) -> Answer[T]:
-        answer = await self._client.ask(question, parse, repeat)
-        self.answers.append(answer)
-        return answer
 
 
 def _reward_input(resolved: Resolved, sample: Sample | None, num_sources: int) -> RewardInput:
@@ -564,7 +538,7 @@ def judge_passed(
         return None
     known = verdict(part) if dist.is_main else Verdict(None, "")
     if dist.is_main and known.passed is None and setting == "required":
-        words = [key, str(log), *judge.dialects()]
+        words = [key, str(log), *(each.url for each in judge.addresses)]
         try:
             loop.run(_audit(resolved.config, words, console), signals.stop_received)
             known = verdict(part)

@@ -502,8 +502,8 @@ class RowsSource(CheckedSource[ConfigT]):
         limit = self._rules.max_pictures
         if limit is not None and len(cells) > limit:
             raise UnusableError(
-                f"has {len(cells)} source pictures, but this run accepts {limit or 'none'}; "
-                f"{self._rules.pictures_remedy}"
+                f"has {len(cells)} source pictures, but this run accepts {limit or 'none'}; give "
+                "fewer, or choose a renderer and policy that read more (renderer.max_pictures)"
             )
         target = pick(row, columns.target, None)
         has_target = target is not None or columns.target in columns.named

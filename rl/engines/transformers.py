@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rl.api.engine import Engine, EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.model_files import evaluating
 
 if TYPE_CHECKING:
     import torch
@@ -32,13 +33,8 @@ class TransformersEngine(Engine):
         temperature 1."""
         if not prompts_P:
             return []
-        module = self._policy.module
-        was_training = module.training
-        module.eval()
-        try:
+        with evaluating(self._policy.module):
             return self._generate(prompts_P, params, seeds_P)
-        finally:
-            module.train(was_training)
 
     def _generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
-from rl.api.plugin import PlacedConfig, PluginConfig, too_old
+from rl.api.plugin import PlacedConfig, PluginConfig
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 from rl.config.schema import MAX_TOKENS, RunConfig, vllm_build
@@ -164,10 +164,12 @@ class VllmEngine(Engine[Config]):
         if capability is None:
             return
         dtype = policy.dtype if config.dtype == "auto" else config.dtype
-        if dtype == "bfloat16":
-            remedy = "set engine.dtype=float16, or use engine.type=transformers"
-            label = "dtype: vLLM's bfloat16"
-            yield from too_old(capability, BFLOAT16_CAPABILITY, label, remedy)
+        if dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+            yield (
+                f"dtype: vLLM's bfloat16 needs a GPU of compute capability {BFLOAT16_CAPABILITY}, "
+                f"this one has {capability}; set engine.dtype=float16, or use "
+                "engine.type=transformers"
+            )
         adapts = isinstance(policy, PolicyConfig) and policy.lora is not None
         if adapts and dtype == "float32":
             remedy = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,7 +41,6 @@ from rl.judge.reply import (
     encoded,
     read_chat,
     refuse_part,
-    scores_of_ten,
     served_models,
 )
 from rl.printing import excerpt, scrub
@@ -113,8 +112,6 @@ class JudgeStats:
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
     failed: Counter[str] = field(default_factory=Counter)
     """Questions given up: 'transport', or 'unreadable' (`rl.api.types.is_unreadable`)."""
-    of_ten: list[float] = field(default_factory=list)
-    """Scores whose range is 0 to 10."""
     other_model: int = 0
     """Replies that name a model other than `judge.model`."""
     prompt_tokens: int = 0
@@ -461,15 +458,6 @@ class JudgeClient:
         stats, self.stats = self.stats, JudgeStats()
         return stats
 
-    def dialects(self) -> dict[str, Dialect]:
-        """URL -> the `Dialect` learnt for that address."""
-        return {address.url: address.dialect for address in self.addresses}
-
-    def adopt(self, dialects: Mapping[str, Dialect]) -> None:
-        """Take over the dialects that another client has learnt for the same addresses."""
-        for address in self.addresses:
-            address.dialect = dialects.get(address.url, address.dialect)
-
     async def aclose(self) -> None:
         for address in self.addresses:
             await address.aclose()
@@ -531,7 +519,6 @@ class JudgeClient:
                     pause_s = 0.0
             finally:
                 self._slots.release()
-        self.stats.of_ten += scores_of_ten(question.reply_schema, value)
         if asking.failure:
             kind = "unreadable" if is_unreadable(asking.failure) else "transport"
             self.stats.failed[kind] += 1

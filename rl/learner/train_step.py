@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import AlgorithmConfig, RunConfig
 from rl.learner.backends import Backend, StepOutcome
-from rl.meter import seconds_between, time_mark
+from rl.model_files import evaluating
 from rl.ranks.dist import Dist, is_sharded
 
 # ---- micro batches -------------------------------------------------------------------------------
@@ -201,13 +201,8 @@ class Inference:
 
     def _run(self, batch: TokenBatch) -> tuple[TokenBatch, TokenOutputs]:
         module = self._policy.module
-        was_training = module.training
-        module.eval()
-        try:
-            with torch.no_grad(), self._weights():
-                return batch, module(batch)
-        finally:
-            module.train(was_training)
+        with evaluating(module), torch.no_grad(), self._weights():
+            return batch, module(batch)
 
 
 # ---- step metrics --------------------------------------------------------------------------------
@@ -229,24 +224,13 @@ MAXIMA = ("policy/ratio_max", "mismatch/max_abs_dlogp")
 class LearnerMetrics:
     """The metrics of one `TrainStep`, collected without waiting for the GPU."""
 
-    device: str = "cpu"
     metrics: Metrics = field(default_factory=Metrics)
     num_applied: int = 0
     num_skipped: int = 0
-    spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
-    """Phase -> the marks (`time_mark`) of its starts and ends."""
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums over tokens, and the current step's losses, still divided by planned denominators."""
     _measured: list[tuple[int, list[str], torch.Tensor]] = field(default_factory=list)
     """Per micro-batch: number of tokens, names, values (float64, on the device)."""
-
-    @contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        """Count the block's time for `phase`; on a GPU, the time in which the device does what is
-        queued inside."""
-        start = time_mark(self.device)
-        yield
-        self.spans[phase].append((start, time_mark(self.device)))
 
     def measure(
         self,
@@ -327,8 +311,6 @@ class LearnerMetrics:
             metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
         metrics.maximum("optimizer/steps", self.num_applied)
         metrics.maximum("optimizer/skipped_steps", self.num_skipped)
-        for phase, spans in self.spans.items():
-            metrics.maximum(f"seconds/{phase}", sum(seconds_between(*span) for span in spans))
         return metrics
 
 
@@ -404,7 +386,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self.collective = is_sharded(self.policy.module)
-        self._learner_metrics = LearnerMetrics(self.dist.device)
+        self._learner_metrics = LearnerMetrics()
         limit = self.config.optimizer.max_kept_tokens
         self._max_kept_tokens = math.inf if limit is None else limit
         self.micro_batches = list(chain.from_iterable(m.micro_batches for m in self.minibatches))
@@ -582,7 +564,7 @@ class TrainStep:
             return
         is_base = self.config.algorithm.kl_reference == "base"
         reference = self.policy.base_model if is_base else self.policy.reference
-        with self._learner_metrics.clock("learn_reference"), reference():
+        with reference():
             for micro_batch, members in missing.items():
                 if not still_waiting():
                     return
@@ -598,8 +580,7 @@ class TrainStep:
         kept = self._kept.pop(micro_batch, None)
         if kept is None:
             self.policy.module.train()
-            with self._learner_metrics.clock("learn_forward"):
-                outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
+            outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
             kept = KeptForward(members, outputs.logprobs, outputs.entropy)
         algorithm = self.config.algorithm
 
@@ -623,8 +604,7 @@ class TrainStep:
             before = inputs.logprobs.detach()
             self._trained.append((micro_batch, kept.members, before, inputs.mask))
         loss = objective(algorithm, inputs, reference)
-        with self._learner_metrics.clock("learn_backward"):
-            self.backend.backward(loss.total)
+        self.backend.backward(loss.total)
         self._learner_metrics.measure(
             inputs,
             loss,
@@ -635,8 +615,7 @@ class TrainStep:
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
-        with self._learner_metrics.clock("learn_step"):
-            outcome = self.optimizer_step(self.learning_rate, gradient_scale)
+        outcome = self.optimizer_step(self.learning_rate, gradient_scale)
         self._learner_metrics.close_step(gradient_scale, len(self.minibatches))
         if outcome.applied:
             self._learner_metrics.num_applied += 1

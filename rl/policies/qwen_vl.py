@@ -23,7 +23,7 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
-from rl.model_files import Base
+from rl.model_files import Base, evaluating
 from rl.policies import prompting, qwen_vl_prompts
 from rl.policies.packing import completion_spans
 from rl.policies.policy_base import TEXT_FILES, TrainedPolicy, link_files, local_folder
@@ -209,22 +209,19 @@ class QwenVL(TrainedPolicy[Config]):
         for prompt and completion as one text. States under the base weights (negative prompts, and
         all rows with `conditioning: base`) need further forwards, equally many on every rank.
         """
-        written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
+        actions_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
         payloads_B: Sequence[str | HiddenStates]
         if self.setup.kind == "text":
-            payloads_B = [written.words for written in written_B]
+            payloads_B = [action.words for action in actions_B]
         else:
             payloads_B = self._conditioning(rows, batch, outputs)
         return [
-            Action(
-                written.text,
-                None if written.failure else payload,
-                written.failure,
-                written.thought,
-                written.num_thought_tokens,
-                None if prompt.without_thought is None else written.word_ids,
+            replace(
+                action,
+                payload=None if action.failure else payload,
+                drawn_from=action.drawn_from if prompt.without_thought else None,
             )
-            for (prompt, ids), written, payload in zip(rows, written_B, payloads_B, strict=True)
+            for (prompt, _), action, payload in zip(rows, actions_B, payloads_B, strict=True)
         ]
 
     def _conditioning(
@@ -264,13 +261,9 @@ class QwenVL(TrainedPolicy[Config]):
         """The batch and its outputs under the base model's weights, without an autograd graph."""
         import torch
 
-        batch, was_training = self.collate(rows), self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), self.base_model():
-                return batch, self.module(batch)
-        finally:
-            self.module.train(was_training)
+        batch = self.collate(rows)
+        with evaluating(self.module), torch.no_grad(), self.base_model():
+            return batch, self.module(batch)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] states of the negative prompt with each prompt's pictures, under the base weights

@@ -19,6 +19,7 @@ from rl.api.policy import NO_STATES, ThoughtSection
 from rl.api.types import (
     NO_MARKER,
     UNFINISHED_THOUGHT,
+    Action,
     Completion,
     Prompt,
     PromptTemplate,
@@ -44,28 +45,6 @@ if TYPE_CHECKING:
 # Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 
 NO_WORDS = "empty: the completion holds no words"
-
-
-@dataclass(frozen=True)
-class Written:
-    """A completion, split into its thought and its words."""
-
-    text: str
-    """The whole completion, without special tokens and surrounding white space."""
-    thought: str
-    """The start of `text` up to the marker and the white space after it; '' without a thought; all
-    of `text` if no marker ended it."""
-    num_thought_tokens: int
-    """Number of tokens before the first one that holds part of the words; 0 without a thought; all
-    of them if no marker ended it."""
-    word_ids: tuple[int, ...]
-    """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
-    failure: str | None
-    """Why the renderer gets no words."""
-
-    @property
-    def words(self) -> str:
-        return self.text.removeprefix(self.thought)
 
 
 class Thinking:
@@ -131,15 +110,16 @@ class Thinking:
         ids = self._words_after(completion.token_ids, 0)[1]
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
-    def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
+    def read(self, prompt: Prompt, ids: Sequence[int]) -> Action:
         """Parse a completion; empty `ids` stand for the instruction. If the prompt asks for no
-        thought, the completion has none, even if it contains the marker."""
+        thought, the completion has none, even if it contains the marker. The action has no payload
+        yet; its `drawn_from` are the ids of the words and the stop token (`_words_after`)."""
         if self._section is not None and prompt.without_thought is not None:
             return self.split(ids, self._section)
         text = self._decoded(ids).strip() if ids else prompt.sample.instruction
-        return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+        return Action(text, None, None if text else NO_WORDS, drawn_from=tuple(ids))
 
-    def split(self, ids: Sequence[int], section: ThoughtSection) -> Written:
+    def split(self, ids: Sequence[int], section: ThoughtSection) -> Action:
         """Split a completion at the last marker, which is searched in the decoded text, because it
         may end inside a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the
         last of them '>' with the breaks)."""
@@ -152,9 +132,9 @@ class Thinking:
             words = decoded[end:].strip()
             failure = None if words else "empty: no words behind the thought"
             thought = text.removesuffix(words) if words else text
-            return Written(text, thought, num_before, word_ids, failure)
+            return Action(text, None, failure, thought, num_before, word_ids)
         if section.without_marker == "words":
-            return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+            return Action(text, None, None if text else NO_WORDS, drawn_from=tuple(ids))
         if not text:
             failure = NO_WORDS
         elif ids[-1] in self._prompts.stop_ids:
@@ -164,7 +144,7 @@ class Thinking:
                 f"{UNFINISHED_THOUGHT}: cut off at {len(ids)} tokens without {marker!r} "
                 "(sampling.max_completion_tokens)"
             )
-        return Written(text, text, len(ids), (), failure)
+        return Action(text, None, failure, text, len(ids), ())
 
     def _words_after(self, ids: Sequence[int], end: int) -> tuple[int, tuple[int, ...]]:
         """(number of tokens before the first one that holds part of the words, ids of the words),
@@ -206,7 +186,7 @@ class Thinking:
         distinct_rows: list[Row] = []
         index_B = []
         for prompt, ids in rows:
-            word_ids = self.read(prompt, ids).word_ids
+            word_ids = self.read(prompt, ids).drawn_from or ()
             key = id(prompt.plain), word_ids
             if key not in index_of:
                 index_of[key] = len(distinct_rows)

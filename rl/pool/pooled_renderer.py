@@ -100,7 +100,8 @@ class PooledRenderer(Renderer[Any]):
         halves: list[Any] = []
         sent: dict[int, Any] = {}
         while True:
-            while len(sent) < self._room():
+            # What the actors take, and one more.
+            while len(sent) <= ray_process.AT_ONCE * self._state.num_ready:
                 batch = halves.pop() if halves else next(batches, None)
                 if batch is None:
                     break
@@ -121,10 +122,6 @@ class PooledRenderer(Renderer[Any]):
                     halves += [(key, members[half:]), (key, members[:half])]
                     continue
                 yield from self._outcomes(done, members)
-
-    def _room(self) -> int:
-        """Batches that may be under way: what the actors take, and one more."""
-        return ray_process.AT_ONCE * self._state.num_ready + 1
 
     def _outcomes(self, done: Done, members: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         for name, value in done.metrics.items():

@@ -11,6 +11,7 @@ import traceback
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, TypeVar
@@ -36,7 +37,6 @@ from rl.api.types import (
     is_unreadable,
 )
 from rl.config.schema import RunConfig
-from rl.files import copied_pictures
 from rl.judge.client import JudgeError
 from rl.printing import excerpt
 from rl.ranks import signals
@@ -171,7 +171,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     if not rewards:
         fields["failure"] = fields["failure"] or "no reward"
         return episode(Status.UNGRADED, None, **fields)
-    return episode(Status.SCORED, fmean(rewards), **fields, image_rewards=tuple(rewards))
+    return episode(Status.SCORED, fmean(rewards), **fields)
 
 
 def require_own_sample(prompt: Prompt, used: Sample | None, what: str) -> None:
@@ -219,7 +219,7 @@ async def scores(
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
-        inputs: Any = copied_pictures(list(inputs_G))
+        inputs: Any = list(map(deepcopy, inputs_G))
         if reward.scores_groups():
             returned = await _call(method, inputs)
             if isinstance(returned, Mapping | str):
@@ -330,19 +330,6 @@ class PromptOrder:
         draws = self.draws(iteration)[rank * per_rank : (rank + 1) * per_rank]
         return [self._take(source, position, build) for source, position in draws]
 
-    def num_distinct(self, iteration: int) -> int:
-        """Number of different rows among all ranks' draws of an iteration."""
-        return len(
-            {(source, self._index(source, position)) for source, position in self.draws(iteration)}
-        )
-
-    def _index(self, source: int, position: int, step: int = 0) -> int:
-        """The row that a draw takes, or the one `step` places later in that epoch's order."""
-        num_rows = len(self._sources[source])
-        epoch, start = divmod(position, num_rows)
-        order = _shuffled(f"{self._seed}:{source}:{epoch}", num_rows)
-        return order[(start + step) % num_rows]
-
     def draws(self, iteration: int) -> list[tuple[int, int]]:
         """All ranks' draws of an iteration as (source, number of earlier draws from the source)."""
         start = iteration * self._num_prompts
@@ -353,10 +340,12 @@ class PromptOrder:
 
     def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
         rows = self._sources[source]
+        epoch, start = divmod(position, len(rows))
+        order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             with skipping(self._on_bad_row):
-                index = self._index(source, position, step)
-                item = build(copied_pictures(read_row(rows, index, f"data.train.{source}")))
+                index = order[(start + step) % len(rows)]
+                item = build(deepcopy(read_row(rows, index, f"data.train.{source}")))
                 self.num_replaced += step > 0
                 return item
         raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
@@ -378,7 +367,7 @@ def first_samples(
             continue
         with skipping(on_bad_row):
             key = f"data.validation.{source}"
-            sample = copied_pictures(read_row(sources[source], index, key))
+            sample = deepcopy(read_row(sources[source], index, key))
             row = f"{key}, row {index}"
             if row_of_id.setdefault(sample.id, row) != row:
                 raise ValueError(

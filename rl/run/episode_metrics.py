@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from statistics import fmean, pvariance, variance
+from statistics import fmean, pvariance
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,11 +182,7 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
         add_bare_arm(metrics, "", episodes_G, bare)
     add_signals(metrics, rollout.episodes, dist)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    sums = [*astuple(local), *_variances(rollout.episodes)]
-    *moments, within, between = dist.sum_floats(sums)
-    metrics.maximum("reward/std", RewardMoments(*moments).std)
-    if within + between > 0:
-        metrics.maximum("reward/noise_variance_share", within / (within + max(between, 0.0)))
+    metrics.maximum("reward/std", RewardMoments(*dist.sum_floats(astuple(local))).std)
     return metrics
 
 
@@ -267,27 +263,3 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
         cause = (episode.action.failure or "").partition(":")[0]
         metrics.add(f"{prefix}thought/unfinished", float(cause == UNFINISHED_THOUGHT))
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
-
-
-def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
-    """Variance of a picture's reward (within a completion, between the completions of a group),
-    summed over the groups with several pictures per completion."""
-    sum_within = sum_between = 0.0
-    for episodes_G in episodes_PG:
-        rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
-        if len(rows) > 1:
-            within, between = _components(rows)
-            sum_within += within
-            sum_between += between
-    return sum_within, sum_between
-
-
-def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(variance within, variance between) two or more rows of several values each. Unbiased
-    estimates (one-way ANOVA, Searle et al. 1992): that between may be negative."""
-    num_values, degrees = sum(map(len, rows)), len(rows) - 1
-    grand_mean = sum(map(sum, rows)) / num_values
-    within = sum((len(row) - 1) * variance(row) for row in rows) / (num_values - len(rows))
-    between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
-    per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
-    return within, (between - within) / per_row

@@ -37,7 +37,7 @@ from rl.run.follower import Follower
 from rl.run.saving import Checkpointing, save_before_leaving
 
 # ---- recording -----------------------------------------------------------------------------------
-# Writes and prints a run's iterations: metrics, episodes, time per phase.
+# Writes and prints a run's iterations: metrics, episodes.
 
 
 @dataclass(eq=False)
@@ -73,10 +73,9 @@ class Recording:
         write = partial(self.record.write_episodes, done, episodes_PG, advantages_PG, bare_arms_P)
         self.writer.put(f"the record of iteration {done}", write)
 
-    def end(self, timer: PhaseTimer) -> None:
-        """Wait until everything is on disk, then print the time per phase, and what comes next."""
+    def end(self) -> None:
+        """Wait until everything is on disk, then print what comes next."""
         self.writer.flush()
-        self.console.print_phase_times(timer.total, timer.wall_s)
         run = quote(str(self.record.run_dir))
         if self.follower.makes_page:
             self.console.say(f"page: {run}/report/index.html")
@@ -90,12 +89,6 @@ def _off_device(episode: Episode) -> Episode:
 
 # ---- run -----------------------------------------------------------------------------------------
 # One run: its parts, and the steps of an iteration (iteration 0 is before training).
-
-OF_ONE = (
-    "the judge was asked for scores from 0 to 10, and all of the first iteration are at most 1, "
-    "some of them fractions: it seems to grade from 0 to 1, so each reward is a tenth of what it "
-    "means; use a judge that keeps to the scale, or a prompt that states it more clearly"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +197,7 @@ class Run:
         self.checks.check_failures(pending.rollout.finished())
         yield from advantages.rest()
 
-    def rollout_metrics(self, rollout: Rollout, iteration: int) -> Metrics:
+    def rollout_metrics(self, rollout: Rollout) -> Metrics:
         """Metrics of an iteration's episodes and those that its plugins report. Collective."""
         self.timer.model_flops += sum(
             self.context.policy.train_flops(
@@ -213,14 +206,7 @@ class Run:
             )
             for episodes_G in rollout.episodes
         )
-        metrics = self.checks.metrics(rollout)
-        ids = [episodes_G[0].prompt.sample.id for episodes_G in rollout.episodes]
-        by_rank = self.dist.gather((ids, self.prompt_order.num_replaced))
-        num_ids = len({each for ids, _ in by_rank for each in ids})
-        # A row that replaces an unusable one may be drawn by itself, too.
-        num_expected = self.prompt_order.num_distinct(iteration) - sum(num for _, num in by_rank)
-        metrics.maximum("data/repeated_prompts", max(0, num_expected - num_ids))
-        return metrics
+        return self.checks.metrics(rollout)
 
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` iterations are applied.
@@ -268,11 +254,8 @@ class Run:
 
     def log(self, done: int, metrics: Metrics) -> None:
         """Write a line of metrics of all ranks to record and console. Collective."""
-        for key, judge in self.judges.items():
-            stats = judge.take_stats()
-            _add_judge_stats(metrics, stats)
-            if done == self.start + 1 and self.dist.is_main and is_of_one(stats.of_ten):
-                warn(f"{key}: {OF_ONE}")
+        for judge in self.judges.values():
+            _add_judge_stats(metrics, judge.take_stats())
         if self.judge_passed is not None:
             metrics.maximum("judge/audit_passed", float(self.judge_passed))
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
@@ -301,11 +284,6 @@ class Run:
         save_before_leaving(
             self.checkpointing.last_finished, self.checkpointing.checkpoints, self.dist, error
         )
-
-
-def is_of_one(scores: Sequence[float]) -> bool:
-    """Whether scores on a scale of 0 to 10 look like a scale of 0 to 1."""
-    return max(scores, default=2) <= 1 and any(0 < score < 1 for score in scores)
 
 
 def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:

@@ -341,7 +341,9 @@ def _load_models(
     _raise_if_stopped(dist)
     pooled = None
     if resolved.config.pool:  # now, because its workers take long to load the renderer
-        pooled = build.build_render_pool(resolved, dist)
+        from rl.pool import pooled_renderer
+
+        pooled = pooled_renderer.pooled(resolved.renderer, resolved.config, dist)
         stack.callback(pooled.close)
         console.say(f"pictures are drawn by {pooled.where}")
     may_stay, claim = _engine_memory(resolved, policy, dist, console)
@@ -450,15 +452,12 @@ def _open_judge(
         outcome = loop.run(question, signals.stop_received)
     for line in outcome.lines:
         console.say(line)
-    outcomes = dist.gather((outcome.problems, outcome.dialects))
-    if problems := [problem for rank_problems, _ in outcomes for problem in rank_problems]:
+    if problems := [problem for rank in dist.gather(outcome.problems) for problem in rank]:
         listed = "\n".join(problems)
         if trains:
             raise JudgeError(listed)
         if dist.is_main:
             warn(f"{key}: it trains nothing, so training goes on without it: {listed}")
-    for _, dialects in outcomes:
-        judge.adopt(dialects)
     return judge
 
 

@@ -117,8 +117,7 @@ def sample_of(request: EditRequest, rules: RowRules, needs_picture: bool) -> Sam
         raise ValueError("this run edits pictures: give one with the instruction")
     if rules.max_pictures is not None and len(images) > rules.max_pictures:
         raise ValueError(
-            f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
-            f"{rules.pictures_remedy}"
+            f"{len(images)} pictures, but this run accepts {rules.max_pictures}; give fewer"
         )
     side_px, is_transparent = rules.max_image_side_px, rules.keeps_transparency
     try:

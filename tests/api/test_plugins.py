@@ -44,8 +44,6 @@ REWARDS: list[tuple[str, str, str]] = [
      "R.grade ... def grade(self, x, y)` ... `def grade(self, reward_input: Rew"),
     (".R", "class R(Reward): | async def score_group(self): return []",
      "R.score_group ... `async def score_group(self)` ... `def score_group(self, inputs_G: "),
-    (".R", "class R(Reward): | needs_judge = True" + HALF,
-     "Reward.num_questions returns 0"),
     (".R", "class R(Reward): | needs = 'image'" + HALF, "R.needs ... 'image' (str) ... Set[str]"),
     (".R", "class R(Reward): | unit_parts = {'a/b'}" + HALF, "R.unit_parts ... 'a/b' ... letters"),
     (".R", "class R(Reward): | def num_questions(self, config): return 1" + HALF,

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from tiny_run import episode, run_config
 
 from rl.api.types import RewardInput, Sample
-from rl.files import copied_pictures, digest, png_bytes
+from rl.files import digest, png_bytes
 from rl.judge.reply import picture_part
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
@@ -47,7 +48,7 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
     tmp_path: Path, encoded: Counter[tuple[int, int]], mode: str
 ) -> None:
     image = Image.effect_noise((40, 30), 60).convert(mode)
-    judge_bytes = [sent(copied_pictures(image), 40) for _ in range(2)][-1]
+    judge_bytes = [sent(deepcopy(image), 40) for _ in range(2)][-1]
     record = RunRecord(tmp_path, run_config(), Dist())
     record.write_episodes(1, [[episode(image=image)]], [[1.0]])
     assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == judge_bytes
@@ -65,16 +66,16 @@ def test_a_digest_tells_pictures_apart() -> None:
     see_through.info["transparency"] = 7
     others = [tall, palette, recoloured, drawn_on, see_through, grey.convert("RGB")]
     assert len({digest(picture) for picture in [grey, *others]}) == 7
-    assert digest(grey) == digest(copied_pictures(grey))
+    assert digest(grey) == digest(deepcopy(grey))
 
 
 def test_who_gets_pictures_can_change_only_copies() -> None:
     image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
     sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
-    copy = copied_pictures([RewardInput(sample, "x", image)])[0]
+    copy = deepcopy([RewardInput(sample, "x", image)])[0]
     assert copy.sample.hidden == {"boxes": [image, (1, 2)]}
     values = {"scores": torch.zeros(2), "labels": {"red"}}
-    values_copy = copied_pictures(values)
+    values_copy = deepcopy(values)
     values_copy["scores"][0] = 5
     values_copy["labels"].clear()
     assert values["scores"].sum() == 0 and values["labels"] == {"red"}

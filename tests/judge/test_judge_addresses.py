@@ -132,7 +132,7 @@ def test_each_address_has_its_own_dialect() -> None:
     assert all_graded(answers)
     assert ["seed" in request for request in picky.requests].count(True) <= 4
     assert "seed" not in picky.requests[-1] and all("seed" in r for r in other.requests)
-    assert client.dialects()[picky.api_base].names == {"seed"}
+    assert client.addresses[0].dialect.names == {"seed"}
 
 
 def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFixture) -> None:

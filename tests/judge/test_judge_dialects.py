@@ -175,7 +175,7 @@ def test_a_refused_parameter_is_remembered_only_after_an_answer() -> None:
         client = judge.client()
         with pytest.raises(JudgeRefused, match="no pictures, please"):
             answers_to(client, "a")
-        assert client.dialects()[judge.api_base].names == set()
+        assert client.addresses[0].dialect.names == set()
 
 
 def test_the_journal_recognises_a_question_whatever_parameters_are_refused(tmp_path: Path) -> None:
@@ -191,12 +191,3 @@ def test_the_journal_recognises_a_question_whatever_parameters_are_refused(tmp_p
         assert len(judge.requests) == 3, "only new questions are sent"
     assert [a.value for a in second] == [a.value for a in first]
     assert [a.attempts for a in second] == [0, 0, 0] and third[0].value == (0.0, 1.0)
-
-
-def test_a_client_can_adopt_the_dialects_of_another() -> None:
-    with PickyJudge("max_tokens", "temperature") as judge:
-        one, other = (judge.client() for _ in range(2))
-        answers_to(one, "a")
-        other.adopt(one.dialects())
-        answers_to(other, "b")
-    assert len(judge.requests) == 3 + 1

@@ -97,7 +97,7 @@ def test_questions_for_written_scores_are_accepted(
         config = {"prompt": str(tmp_path / "mine.txt"), "scores": {"success": {"high": 5}}}
     output, asking = graded(url, plugin, guided=guided, **config)
     assert output.value is None and (output.failure or "").startswith("unreadable: ")
-    assert asking.dialects()[url].names == set(), "every parameter was accepted"
+    assert asking.addresses[0].dialect.names == set(), "every parameter was accepted"
     assert [reply.startswith("{") for reply in output.replies] == [guided == "always"] * count
 
 

@@ -54,13 +54,13 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
+def split(tokenizer: Any, ids: list[int], **section: Any) -> Action:
     thought_section = ThoughtSection(**section)
     prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, 200)
     return thought.Thinking(prompts, thought_section).split(ids, thought_section)
 
 
-def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
+def read(tokenizer: Any, text: str, **section: Any) -> Action:
     return split(tokenizer, ids_of(tokenizer, text), **section)
 
 
@@ -86,10 +86,10 @@ def test_the_last_marker_ends_the_thought_whatever_its_tokens(
     assert (written.thought, written.words, written.failure) == (thought_part, words, None)
     assert written.text == text
     ids = ids_of(tokenizer, text + "<|im_end|>")
-    assert tokenizer.decode(written.word_ids).strip() == words + "<|im_end|>"
+    assert tokenizer.decode(written.drawn_from).strip() == words + "<|im_end|>"
     as_written = tuple(ids[written.num_thought_tokens :])
     if not thought_part.endswith(" "):
-        assert written.word_ids == as_written
+        assert written.drawn_from == as_written
     assert tokenizer.decode(ids[: written.num_thought_tokens]).rstrip() == thought_part.rstrip()
 
 
@@ -104,7 +104,7 @@ def test_equal_words_have_equal_ids_whatever_precedes_them(
         expected_ids = tuple(ids_of(tokenizer, words + "<|im_end|>"))
         for between in ("", " ", "\n\n", "\n\n ", "\t", "\u3000"):
             written = read(tokenizer, f"hm</think>{between}{words}<|im_end|>")
-            assert (written.words, written.word_ids) == (words, expected_ids), repr(between)
+            assert (written.words, written.drawn_from) == (words, expected_ids), repr(between)
 
 
 class WithJoined:
@@ -133,9 +133,9 @@ def test_a_token_of_white_space_and_part_of_a_letter_is_split(tokenizer: Any) ->
     ids = [*marker, 10**6, *other_bytes, stop]
     written = split(joining, ids)
     assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
-    assert written.word_ids == (first, *other_bytes, stop)
+    assert written.drawn_from == (first, *other_bytes, stop)
     cut = split(joining, [*marker, 10**6, stop])
-    assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends within a letter"
+    assert cut.words == "\ufffd" and cut.drawn_from[-1] == stop, "it ends within a letter"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_words_that_share_a_token_with_the_marker_are_tokenized_again(tokenizer:
     written = read(tokenizer, "the red box", marker=" r")
     assert (written.thought, written.words) == ("the r", "ed box")
     assert written.num_thought_tokens == ids.index(straddling)
-    assert tokenizer.decode(written.word_ids) == "ed box"
-    assert straddling not in written.word_ids
+    assert tokenizer.decode(written.drawn_from) == "ed box"
+    assert straddling not in written.drawn_from
 
 
 @pytest.mark.parametrize(

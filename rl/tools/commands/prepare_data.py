@@ -128,8 +128,7 @@ def open_rows(options: argparse.Namespace) -> HfDataset:
     config = HfDatasetConfig(
         type="hf_dataset", path=options.dataset_name, split=options.split, columns=columns
     )
-    remedy = "EARL's models read one picture: give fewer, or leave the row out"
-    rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
+    rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, max_pictures=1)
     try:
         return HfDataset(config, rules)
     except BadRowError as error:
