@@ -131,7 +131,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
             train_step.accumulate(group.p, group.sequences)
             groups.append(group)
         rollout = pending.rollout.finished()
-        metrics = run.rollout_metrics(rollout)
+        metrics = run.rollout_metrics(rollout, pending.iteration)
         metrics.update(train_step.step())
     run.engine.wake()  # until the next rollout has sampled
     with timer.phase("sync"):

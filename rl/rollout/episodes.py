@@ -330,6 +330,19 @@ class PromptOrder:
         draws = self.draws(iteration)[rank * per_rank : (rank + 1) * per_rank]
         return [self._take(source, position, build) for source, position in draws]
 
+    def num_distinct(self, iteration: int) -> int:
+        """Number of different rows among all ranks' draws of an iteration."""
+        return len(
+            {(source, self._index(source, position)) for source, position in self.draws(iteration)}
+        )
+
+    def _index(self, source: int, position: int, step: int = 0) -> int:
+        """The row that a draw takes, or the one `step` places later in that epoch's order."""
+        num_rows = len(self._sources[source])
+        epoch, start = divmod(position, num_rows)
+        order = _shuffled(f"{self._seed}:{source}:{epoch}", num_rows)
+        return order[(start + step) % num_rows]
+
     def draws(self, iteration: int) -> list[tuple[int, int]]:
         """All ranks' draws of an iteration as (source, number of earlier draws from the source)."""
         start = iteration * self._num_prompts
@@ -340,11 +353,9 @@ class PromptOrder:
 
     def _take(self, source: int, position: int, build: Callable[[Sample], T]) -> T:
         rows = self._sources[source]
-        epoch, start = divmod(position, len(rows))
-        order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             with skipping(self._on_bad_row):
-                index = order[(start + step) % len(rows)]
+                index = self._index(source, position, step)
                 item = build(deepcopy(read_row(rows, index, f"data.train.{source}")))
                 self.num_replaced += step > 0
                 return item

@@ -412,6 +412,15 @@ LEARNING = (
         "were graded",
         lambda p: -p.mean,
     ),
+    Alarm(
+        "data/repeated_prompts",
+        SEVERAL,
+        0,
+        "{line[data/repeated_prompts]:.0f} prompts of an iteration repeat others of it, in each of "
+        "the last {p.window} iterations, more than the size of the data explains: a rank trains on "
+        "another one's prompts or on its own twice, or different rows have one id ({p.metric})",
+        _least,
+    ),
 )
 """Training that does not learn."""
 

@@ -197,7 +197,7 @@ class Run:
         self.checks.check_failures(pending.rollout.finished())
         yield from advantages.rest()
 
-    def rollout_metrics(self, rollout: Rollout) -> Metrics:
+    def rollout_metrics(self, rollout: Rollout, iteration: int) -> Metrics:
         """Metrics of an iteration's episodes and those that its plugins report. Collective."""
         self.timer.model_flops += sum(
             self.context.policy.train_flops(
@@ -206,7 +206,14 @@ class Run:
             )
             for episodes_G in rollout.episodes
         )
-        return self.checks.metrics(rollout)
+        metrics = self.checks.metrics(rollout)
+        ids = [episodes_G[0].prompt.sample.id for episodes_G in rollout.episodes]
+        by_rank = self.dist.gather((ids, self.prompt_order.num_replaced))
+        num_ids = len({each for ids, _ in by_rank for each in ids})
+        # A row that replaces an unusable one may be drawn by itself, too.
+        num_expected = self.prompt_order.num_distinct(iteration) - sum(num for _, num in by_rank)
+        metrics.maximum("data/repeated_prompts", max(0, num_expected - num_ids))
+        return metrics
 
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` iterations are applied.

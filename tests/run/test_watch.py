@@ -200,6 +200,14 @@ def test_a_training_reward_below_its_first_iterations_warns(is_resumed: bool) ->
     assert holds(sentence, "fell from 0.800 ... to 0.260 ... more than 0.520, 3 standard errors")
 
 
+def test_prompts_that_repeat_in_every_iteration_warn() -> None:
+    twice, once = {"data/repeated_prompts": 2.0}, {"data/repeated_prompts": 0.0}
+    watch = make_watch()
+    assert not any(warnings_of(watch, twice, twice, once, twice, twice))
+    [[sentence]] = warnings_of(watch, twice)
+    assert holds(sentence, "2 prompts of an iteration repeat ... a rank")
+
+
 FLAT = {"groups/zero_spread": 1.0}
 
 

@@ -44,7 +44,9 @@ def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     run.checkpointing.last_finished.note = record_call("finish")
     run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
-    run.prompt_order = SimpleNamespace(shard=record_call("prompts", prompts), num_replaced=0)
+    run.prompt_order = SimpleNamespace(
+        shard=record_call("prompts", prompts), num_replaced=0, num_distinct=lambda iteration: 2
+    )
     completions = [[Completion((3,), (-0.5,), "stop")] for _ in prompts]
     run.engine = SimpleNamespace(
         wake=record_call("wake"),
