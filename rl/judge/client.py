@@ -41,6 +41,7 @@ from rl.judge.reply import (
     encoded,
     read_chat,
     refuse_part,
+    scores_of_ten,
     served_models,
 )
 from rl.printing import excerpt, scrub
@@ -112,6 +113,8 @@ class JudgeStats:
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
     failed: Counter[str] = field(default_factory=Counter)
     """Questions given up: 'transport', or 'unreadable' (`rl.api.types.is_unreadable`)."""
+    of_ten: list[float] = field(default_factory=list)
+    """Scores whose range is 0 to 10."""
     other_model: int = 0
     """Replies that name a model other than `judge.model`."""
     prompt_tokens: int = 0
@@ -519,6 +522,7 @@ class JudgeClient:
                     pause_s = 0.0
             finally:
                 self._slots.release()
+        self.stats.of_ten += scores_of_ten(question.reply_schema, value)
         if asking.failure:
             kind = "unreadable" if is_unreadable(asking.failure) else "transport"
             self.stats.failed[kind] += 1

@@ -29,6 +29,8 @@ LOWEST_LOGPROB = -9999.0
 LOGPROB_ROUNDING = 1e-3
 """How far a server's rounding may lift a log-prob above 0, nats."""
 
+_SCORE_KEYS = {"reasoning", "score"}
+"""The keys of `scores_schema`."""
 _PART = "\n[only a part, finish_reason {!r}]"
 """Last line of a reply that is not whole; the journal and the records keep it."""
 _THOUGHT = re.compile(
@@ -194,6 +196,15 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
+
+
+def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
+    """The numbers of a parsed reply to a question whose `schema` asks only for `score`, up to 10;
+    [] for any other."""
+    properties = schema.get("properties", {})
+    score = properties.get("score", {})
+    is_of_ten = score.get("items", score).get("maximum") == 10 and not {*properties} - _SCORE_KEYS
+    return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
 
 
 def _parsed(body: bytes) -> Any:

@@ -369,7 +369,7 @@ def evaluate(
                 folder = run_dir / FOLDER
                 add_state_drift(metrics, context, folder, variants[BARE], iteration, dist)
         engine.wake()
-    _measure_variants(metrics, drawn, untrained_P)
+    _measure_variants(metrics, drawn, untrained_P, dist)
     rewards = {
         name: [of_p[p].reward if p in of_p else None for p in range(len(prompts_P))]
         for name, of_p in drawn.items()
@@ -434,9 +434,11 @@ def _draw_again(
     return again
 
 
-def _measure_variants(metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewards]) -> None:
-    _measure(metrics, "eval", drawn[POLICY].values())
-    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values())
+def _measure_variants(
+    metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist
+) -> None:
+    _measure(metrics, "eval", drawn[POLICY].values(), dist)
+    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values(), dist)
     for p, episode in drawn[POLICY].items():
         add_bare_arm(metrics, "eval/", [episode], drawn[BARE].get(p))
         add_thought(metrics, "eval/", episode)
@@ -454,11 +456,15 @@ def _measure_variants(metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewa
             metrics.add(f"eval/{CUT}_reward", episode.reward)
 
 
-def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode]) -> None:
-    """Means over the episodes."""
+def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode], dist: Dist) -> None:
+    """Means over the episodes, with bounds if replies about any were unreadable. Collective."""
+    [num_unreadable] = dist.sum_floats([sum(episode.unreadable for episode in episodes)])
     for episode in episodes:
         metrics.add(f"{prefix}/ungraded", float(episode.status is Status.UNGRADED))
         add_unreadable(metrics, prefix, episode)
+        if num_unreadable and (episode.unreadable or episode.reward is not None):
+            metrics.add(f"{prefix}/reward_low", episode.reward or 0.0)
+            metrics.add(f"{prefix}/reward_high", 1.0 if episode.unreadable else episode.reward or 0)
         if episode.reward is None:
             continue
         metrics.add(f"{prefix}/reward", episode.reward)

@@ -90,6 +90,12 @@ def _off_device(episode: Episode) -> Episode:
 # ---- run -----------------------------------------------------------------------------------------
 # One run: its parts, and the steps of an iteration (iteration 0 is before training).
 
+OF_ONE = (
+    "the judge was asked for scores from 0 to 10, and all of the first iteration are at most 1, "
+    "some of them fractions: it seems to grade from 0 to 1, so each reward is a tenth of what it "
+    "means; use a judge that keeps to the scale, or a prompt that states it more clearly"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
@@ -261,8 +267,11 @@ class Run:
 
     def log(self, done: int, metrics: Metrics) -> None:
         """Write a line of metrics of all ranks to record and console. Collective."""
-        for judge in self.judges.values():
-            _add_judge_stats(metrics, judge.take_stats())
+        for key, judge in self.judges.items():
+            stats = judge.take_stats()
+            _add_judge_stats(metrics, stats)
+            if done == self.start + 1 and self.dist.is_main and is_of_one(stats.of_ten):
+                warn(f"{key}: {OF_ONE}")
         if self.judge_passed is not None:
             metrics.maximum("judge/audit_passed", float(self.judge_passed))
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
@@ -291,6 +300,11 @@ class Run:
         save_before_leaving(
             self.checkpointing.last_finished, self.checkpointing.checkpoints, self.dist, error
         )
+
+
+def is_of_one(scores: Sequence[float]) -> bool:
+    """Whether scores on a scale of 0 to 10 look like a scale of 0 to 1."""
+    return max(scores, default=2) <= 1 and any(0 < score < 1 for score in scores)
 
 
 def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:

@@ -261,3 +261,10 @@ def test_the_health_check_waits_for_a_server_that_is_still_starting() -> None:
         judge.models = [Fault(503), Fault(429)]
         assert _health(judge, wait_s=10) == [judge.api_base]
         assert judge.models == []
+
+
+def test_scores_on_a_scale_of_ten_are_counted() -> None:
+    with FaultyJudge([Fault(reply='{"score": [0.8, 1]}'), Fault(reply="prose")]) as judge:
+        client = judge.client(max_concurrency=1)
+        answers_of(client, [pair_question("a"), pair_question("b")])
+    assert client.take_stats().of_ten == [0.8, 1.0, 8.0, 6.5]

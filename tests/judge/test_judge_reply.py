@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rl.judge.reply import UnreadableReplyError, read_fields, read_scores
+from rl.judge.reply import (
+    UnreadableReplyError,
+    fields_schema,
+    read_fields,
+    read_scores,
+    scores_of_ten,
+    scores_schema,
+)
 
 READABLE = {
     "bare": '{"score": [8, 7]}',
@@ -101,3 +108,20 @@ def test_named_numbers_come_in_the_requested_order() -> None:
 def test_unreadable_named_numbers_are_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(UnreadableReplyError, match=reason):
         read_fields(text, {"alignment": (0, 1), "quality": (0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("schema", "parsed", "of_ten"),
+    [
+        (scores_schema(2, 10), (0.8, 6.0), [0.8, 6.0]),
+        (scores_schema(2, 25), (0.8, 6.0), []),
+        (fields_schema({"score": (0, 10)}), (0.8,), [0.8]),
+        (fields_schema({"score": (0, 1)}), (0.8,), []),
+        (fields_schema({"score": (0, 10), "identity": (0, 5)}), (0.8, 4.0), []),
+        (scores_schema(2, 10), None, []),
+        (scores_schema(2, 10), 0.8, []),
+        ({}, (0.8,), []),
+    ],
+)
+def test_scores_on_a_scale_of_ten_are_found_by_the_schema(schema, parsed, of_ten) -> None:
+    assert scores_of_ten(schema, parsed) == of_ten

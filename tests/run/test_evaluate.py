@@ -207,20 +207,25 @@ def test_a_resumed_run_finds_a_second_reward_as_far_behind_as_its_records_say(
 
 
 @pytest.mark.parametrize(
-    ("failure", "unreadable"), [("unreadable: prose", 0.25), ("timeout: no reply", 0.0)]
+    ("failure", "bounds"),
+    [
+        # Of four samples one is not graded; the others have (0.25 + 0.75 + 0.75) / 3.
+        ("unreadable: prose", {"reward_low": 1.75 / 4, "reward_high": 2.75 / 4}),
+        ("timeout: no reply", {}),
+    ],
 )
-def test_unreadable_replies_are_left_out_of_the_held_out_mean_and_counted(
-    failure: str, unreadable: float, tmp_path: Path
+def test_unreadable_replies_give_the_held_out_mean_bounds(
+    failure: str, bounds: dict[str, float], tmp_path: Path
 ) -> None:
-    """Of four samples one is not graded; the others have (0.25 + 0.75 + 0.75) / 3."""
-
     def grade(evidence: RewardInput) -> float | RewardOutput:
         is_lost = evidence.sample.id == "3" and evidence.text != "as it is"
         return RewardOutput(None, failure=failure) if is_lost else fixed(evidence)
 
     found = evaluate_samples(Gathering(Dist()), 4, tmp_path, Dist(), grade=grade)
     assert found["eval/reward"] == pytest.approx(1.75 / 3) and found["eval/ungraded"] == 0.25
-    assert found["eval/unreadable"] == unreadable
+    assert found["eval/unreadable"] == (0.25 if bounds else 0.0)
+    assert {name: found.get(f"eval/{name}") for name in bounds} == pytest.approx(bounds)
+    assert bool(bounds) == ("eval/reward_low" in found)
 
 
 @pytest.mark.parametrize("fails", ["refuses", "is unreadable"])

@@ -17,6 +17,8 @@ from tiny_run import episode, run_config
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
+from rl.judge.client import JudgeStats
+from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
@@ -160,3 +162,20 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
         "what it learnt: rl report 'my runs/x'",
         "use it: rl edit --run 'my runs/x' ...",
     ]
+
+
+@pytest.mark.parametrize(
+    ("scores", "is_warned"),
+    [([0.85, 1.0, 0.0], True), ([0.0, 1.0, 1.0], False), ([0.85, 7.0], False), ([], False)],
+)
+def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned: bool) -> None:
+    """Where 0 to 10 was asked for."""
+    run = Run.__new__(Run)
+    run.config, run.dist, run.held_out, run.start = run_config(), Dist(), [], 0
+    run.recording = run.checks = MagicMock()
+    run.timer, run.checkpointing = PhaseTimer(), MagicMock(last_finished=MagicMock(metrics={}))
+    run.prompt_order, run.judge_passed, run.num_skipped_rows = MagicMock(num_replaced=0), None, 0
+    run.judges = {"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))}
+    for done in range(3):
+        run.log(done, Metrics())
+    assert capsys.readouterr().err.count("grade from 0 to 1") == is_warned

@@ -178,6 +178,8 @@ def summary(
 
 _CONTEXT = {
     "eval/unreadable": "share of the held-out pictures about which the replies were unreadable",
+    "eval/reward_low": "held-out reward, if those count as 0",
+    "eval/reward_high": "held-out reward, if those count as 1",
     "eval_reference/reward": "reward of the reference descriptions",
     "eval/bare_reward": "reward of the user's own words, as they are",
     "eval/reward_gain": "gain over the user's own words",
