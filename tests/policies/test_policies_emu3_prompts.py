@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny_emu3
+import tiny_policy
 
 from rl.api.image_grammar import forced_tokens
-from rl.api.policy import PolicySetup
 from rl.api.types import Sample
 from rl.policies import emu3
 from rl.policies.emu3 import Emu3Prompts, find_vocabulary
@@ -234,12 +234,10 @@ def test_rope_scaling_of_a_published_config_is_kept(tmp_path, key):
     assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 
 
-def test_a_sample_whose_picture_exceeds_the_completion_is_refused(tmp_path):
+def test_a_sample_whose_picture_exceeds_the_completion_is_refused():
     """7 rows of 7 codes take 1 + 3 ('7*7') + 1 + 7 x 8 + 2 + 1 (stop) tokens; the first is in the
     prefill, so 63 of 64 are used and an eighth row does not fit."""
-    folder = tiny_emu3.save_policy_folder(tmp_path)
-    config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
-    policy = emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))
+    policy = tiny_policy.make("emu3")
     assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
     with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
         policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))

@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(**section: Any) -> Qwen25VL:
-    return tiny_policy.make_qwen(str(tiny_config.WEIGHTS / "policy"), "text", **section)
+    return tiny_policy.make(str(tiny_config.WEIGHTS / "policy"), kind="text", **section)
 
 
 def problems(**section: Any) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_act import act, act_group
-from tiny_policy import LORA, make_qwen, randomize_lora_b
+from tiny_policy import LORA, make, randomize_lora_b
 from tiny_rounding import FORWARD_TOL, apart
 from transformers import AddedToken
 
@@ -40,14 +40,9 @@ def with_markers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def writer(folder: str) -> Qwen25VL:
+def writer() -> Qwen25VL:
     """A policy that writes a thought and then words, for a renderer that reads words."""
-    return make_qwen(folder, "text", thought=THINK)
+    return make(kind="text", thought=THINK)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -146,12 +141,10 @@ def test_a_token_of_white_space_and_part_of_a_letter_is_split(tokenizer: Any) ->
         ("Re\u0301ponse:", "'R\u00e9ponse:'"),
     ],
 )
-def test_a_marker_that_decodes_to_other_text_is_refused(
-    folder: str, marker: str, read_back: str
-) -> None:
+def test_a_marker_that_decodes_to_other_text_is_refused(marker: str, read_back: str) -> None:
     """Such a marker would be found in no text, so every completion would fail."""
     with pytest.raises(ValueError, match=r"policy\.thought\.marker: .* is read back as ") as raised:
-        make_qwen(folder, "text", thought={"marker": marker})
+        make(kind="text", thought={"marker": marker})
     assert read_back in str(raised.value) and "Answer:" in str(raised.value)
 
 
@@ -222,19 +215,17 @@ def test_instructions_never_become_special_or_added_tokens(with_markers: Any) ->
     assert prompting.plain_ids(with_markers, "no tags here") == plain, "tokenized as usual"
 
 
-def test_the_prompt_asks_for_a_thought_and_the_plain_prompt_does_not(
-    writer: Qwen25VL, folder: str
-) -> None:
+def test_the_prompt_asks_for_a_thought_and_the_plain_prompt_does_not(writer: Qwen25VL) -> None:
     sample = tiny_qwen.sample(0, "make it </think> blue")
     prompt = writer.build_prompt(sample)
-    plain = make_qwen(folder, "text").build_prompt(sample)
+    plain = make(kind="text").build_prompt(sample)
     assert prompt.plain.token_ids == plain.token_ids and plain.plain is plain
     decode = writer.prompts.tokenizer.decode
     request = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
     assert request in decode(prompt.token_ids) and "Think" not in decode(plain.token_ids)
     assert prompt.images is prompt.plain.images, "the picture is processed once"
     num_tokens = len(prompt.token_ids)
-    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=num_tokens - 1)
+    narrow = make(kind="text", thought=THINK, max_prompt_tokens=num_tokens - 1)
     with pytest.raises(UnusableSampleError, match=r"policy\.thought\.instruction"):
         narrow.build_prompt(sample)
 
@@ -261,12 +252,9 @@ PLAIN_WORDS = ("blue", "red square")
 
 
 @pytest.fixture(scope="module")
-def policies(folder: str) -> dict[str, Qwen25VL]:
+def policies() -> dict[str, Qwen25VL]:
     """Policies for an editor, without and with thoughts."""
-    policies = {
-        "plain": make_qwen(folder, lora=LORA),
-        "words": make_qwen(folder, lora=LORA, thought=THINK),
-    }
+    policies = {"plain": make(lora=LORA), "words": make(lora=LORA, thought=THINK)}
     for policy in policies.values():
         randomize_lora_b(policy)
     return policies
@@ -282,12 +270,12 @@ def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
 
 @pytest.mark.parametrize("conditioning", ["policy", "base"])
 def test_states_of_the_words_equal_those_of_a_policy_without_thoughts(
-    folder: str, policies: dict[str, Qwen25VL], conditioning: str
+    policies: dict[str, Qwen25VL], conditioning: str
 ) -> None:
     plain, policy = policies["plain"], policies["words"]
     if conditioning == "base":
-        plain = make_qwen(folder, conditioning="base")
-        policy = make_qwen(folder, conditioning="base", thought=THINK)
+        plain = make(conditioning="base")
+        policy = make(conditioning="base", thought=THINK)
     rows = [row for i in range(2) for row in thought_rows(policy, i)]
     actions = act(policy, rows)
     for i in range(2):
