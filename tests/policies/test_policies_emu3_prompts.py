@@ -125,18 +125,6 @@ def read(tokenizer, text: str):
     return prompts.action(prompt, ids)
 
 
-def test_codes_are_read_from_a_completion(tokenizer):
-    action = read(tokenizer, "".join([*PICTURE[1:], EOS]))
-    assert action.failure is None and action.text == "[image 2x3]"
-    assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
-
-
-def test_words_around_a_picture_are_kept(tokenizer):
-    action = read(tokenizer, "".join([" a sky of 2*3 ", *PICTURE, " done", EOS]))
-    assert action.text == "a sky of 2*3 [image 2x3] done"
-    assert np.array_equal(action.payload, CODES)
-
-
 ROW = visual(1) + visual(2) + visual(3)
 
 
@@ -162,10 +150,22 @@ def test_a_completion_without_a_valid_picture_fails_with_the_reason(tokenizer, t
     assert action.failure.startswith(failure), action.failure
 
 
-@pytest.mark.parametrize("tail", ["", EOL, EOL + EOF, EOL + EOF + END])
-def test_a_picture_cut_off_after_its_last_code_is_complete(tokenizer, tail):
-    action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail)
-    assert action.failure is None and action.payload.shape == (2, 3)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("".join([*PICTURE[1:], EOS]), "[image 2x3]"),
+        ("".join([" a sky of 2*3 ", *PICTURE, " done", EOS]), "a sky of 2*3 [image 2x3] done"),
+        *(
+            ("".join(PICTURE[:12]) + tail, "[image 2x3]")
+            for tail in ("", EOL, EOL + EOF, EOL + EOF + END)
+        ),
+    ],
+)
+def test_codes_are_read_from_a_completion(tokenizer, text, words):
+    """Words around a picture are kept; one that is cut off after its last code is complete."""
+    action = read(tokenizer, text)
+    assert action.failure is None and action.text == words
+    assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
 
 
 # Tokenizers
