@@ -8,6 +8,7 @@ from dataclasses import replace
 import padded_reference
 import pytest
 import tiny_image_writer as tiny
+from tiny_calls import noted_calls
 from tiny_emu3 import save_published_folder
 from tiny_engines import assert_follows, pairs, plain_engine, sampling, started, token_ids
 from tiny_policy import make, saved
@@ -125,13 +126,9 @@ def test_batch_order_does_not_matter(engine, prompts_P):
 
 
 def test_preempted_requests_resume_correctly(vllm, policy, prompts_P, stock, monkeypatch):
-    preempt, preempted = Scheduler._preempt_request, []
-
-    def counting(scheduler, request, *args, **kwargs):
-        preempted.append(len(request.output_token_ids))
-        return preempt(scheduler, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    preempted = noted_calls(
+        monkeypatch, Scheduler, "_preempt_request", lambda args, *_: len(args[1].output_token_ids)
+    )
     many_P, seeds = prompts_P * 10, list(range(0, 400, 10))
     completions_PG = vllm.generate(many_P, replace(PARAMS, num_completions=8), seeds)
     assert sum(length > 0 for length in preempted) > 5

@@ -6,6 +6,7 @@ import pytest
 import tiny_qwen
 import torch
 import vllm
+from tiny_calls import noted_calls
 from tiny_engines import (
     assert_ended,
     assert_follows,
@@ -126,21 +127,11 @@ def test_a_sync_drops_the_cache_of_the_old_weights(synced, policy, prompts_P):
 def test_a_groups_prompt_and_picture_are_read_once(synced, policy, monkeypatch):
     """The trainer's tower encodes it; its forward reuses the features. The engine has no tower."""
     assert not any("visual" in name for name in parameters_of(synced))
-    encoded, num_scheduled = [], []
-    tower = policy.module.base_model.model.get_image_features
-    monkeypatch.setattr(
-        policy.module.base_model.model,
-        "get_image_features",
-        lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
+    model = policy.module.base_model.model
+    encoded = noted_calls(monkeypatch, model, "get_image_features", lambda args, *_: len(args[1]))
+    num_scheduled = noted_calls(
+        monkeypatch, Scheduler, "schedule", lambda _a, _k, plan: plan.total_num_scheduled_tokens
     )
-    schedule = Scheduler.schedule
-
-    def counting(*args):
-        plan = schedule(*args)
-        num_scheduled.append(plan.total_num_scheduled_tokens)
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(900 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = synced.generate(fresh_P, PARAMS, SEEDS)
     assert max_dlogp(policy, fresh_P, completions_PG) <= FORWARD_TOL

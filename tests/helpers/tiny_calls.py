@@ -1,10 +1,11 @@
-"""Notes the calls of a module."""
+"""Notes the calls of modules and functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -15,6 +16,22 @@ def calls_of(module: torch.nn.Module, measure: Callable[[Any, Any, Any], Any]) -
         lambda _, args, kwargs, output: noted.append(measure(args, kwargs, output)),
         with_kwargs=True,
     )
+    return noted
+
+
+def noted_calls(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, measure: Callable[[Any, Any, Any], Any]
+) -> list[Any]:
+    """The same for a function or method `name` of `owner`."""
+    noted: list[Any] = []
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        noted.append(measure(args, kwargs, output))
+        return output
+
+    patch.setattr(owner, name, call)
     return noted
 
 

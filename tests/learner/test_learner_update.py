@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_calls import noted_calls
 from tiny_learner import (
     NUM_ITERATIONS,
     Graded,
@@ -82,14 +83,7 @@ def test_groups_without_loss_cost_no_backward(
     """The kept forward of a pack without loss is dropped; the gradient is that of the others."""
     learner = make_learner(KL, max_tokens_per_micro_batch=A_GROUP)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
-    backwards = []
-    run = TorchBackend.backward
-
-    def counted(backend: TorchBackend, loss: torch.Tensor) -> None:
-        backwards.append(loss)
-        run(backend, loss)
-
-    monkeypatch.setattr(TorchBackend, "backward", counted)
+    backwards = noted_calls(monkeypatch, TorchBackend, "backward", lambda args, *_: args)
     mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
     assert len(backwards) == 2
     assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT_TOL

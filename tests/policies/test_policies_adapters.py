@@ -8,6 +8,7 @@ import pytest
 import tiny_qwen
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_calls import noted_calls
 from tiny_messages import holds
 from tiny_policy import make, saved, trainable
 from tiny_rows import logprobs
@@ -40,14 +41,7 @@ def test_the_fingerprint_changes_exactly_when_the_weights_change(
 
 
 def test_a_fingerprint_copies_8_bytes_per_tensor_to_the_host(monkeypatch) -> None:
-    num_bytes: list[int] = []
-    to_host = torch.Tensor.cpu
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        num_bytes.append(tensor.numel() * tensor.element_size())
-        return to_host(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    num_bytes = noted_calls(monkeypatch, torch.Tensor, "cpu", lambda args, *_: args[0].nbytes)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
     fingerprint({"a": torch.zeros(8, 128), "b": large})
     assert num_bytes == [8 + 8]
