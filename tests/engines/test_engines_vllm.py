@@ -240,7 +240,7 @@ def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypa
     assert observed == calls
 
 
-def test_a_batch_may_exceed_one_scheduler_step(synced, policy, prompts_P):
+def test_a_batch_may_exceed_one_scheduler_step(synced, policy):
     """130 prompts of 85 tokens are more than the scheduler takes in one step."""
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
     few = sampling(max_tokens=2, num_completions=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_image_writer import expected_forced
 
 from rl.api.types import Prompt
 
@@ -66,12 +67,22 @@ def qwen_row(
     return (before_norm[0] if policy.setup.state_kind == "pre_norm" else states), logps
 
 
-def emu3_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
-    """[P + T, D] of an `Emu3ForCausalLM`."""
+def emu3_row(
+    policy: Any, prompt: Prompt, token_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for an Emu3; a picture may have another grid than the prompt."""
+    model, picture = policy.module.base_model, policy.image_vocabulary
+    ids = torch.tensor([[*prompt.token_ids, *token_ids]])
     with stock_attention(model.model):
-        out = model.model(torch.tensor([[*prompt.token_ids, *token_ids]]), use_cache=False)
-    states: torch.Tensor = out.last_hidden_state[0]
-    return states
+        states: torch.Tensor = model.model(ids, use_cache=False).last_hidden_state[0]
+    text, codes = range(picture.visual_start), range(picture.visual_start, picture.visual_end)
+    forced_T = expected_forced(token_ids, prompt.grid, picture)
+    allowed_T = [
+        [token] if forced else codes if token in codes else text
+        for token, forced in zip(token_ids, forced_T, strict=True)
+    ]
+    temperature = policy.setup.temperature
+    return states, logprobs(states, model.lm_head.weight, token_ids, temperature, allowed_T)
 
 
 def logprobs(

@@ -189,7 +189,7 @@ def small_shards_and_chunks() -> Iterator[None]:
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
 ) -> list[Any]:
-    """What `function(dist, out, **arguments)` returns on each gloo rank; it may return tensors."""
+    """What `function(dist, **arguments)` returns on each gloo rank; it may return tensors."""
     tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 
@@ -197,6 +197,6 @@ def run_ranks(
 def _on_rank(function: Callable[..., Any], out: Path, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist = Dist.from_env("cpu")
-    torch.save(function(dist, out, **arguments), out / f"rank{dist.rank}.pt")
+    torch.save(function(dist, **arguments), out / f"rank{dist.rank}.pt")
     dist.gather(None)
     dist.close()

@@ -131,7 +131,7 @@ def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
     assert logged[0]["loss/kl"] == pytest.approx(KL["kl_coeff"] * kl[0], rel=1e-4)
 
 
-def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
+def gradient_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
     """Gradients and metrics of uneven shares: 9 and 3 sequences, then 12 and 0."""
     result = {}
     for name, first in (("uneven", 9), ("one rank idle", 12)):

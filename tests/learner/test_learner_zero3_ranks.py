@@ -101,9 +101,7 @@ def trained(learner: Learner, sequences: list[Graded]) -> dict[str, Any]:
     return {"weights": snapshot(learner), "logprobs": logprobs}
 
 
-def train_share(
-    dist: Dist, out: Path, folder: str, kind: str, shares: str, stage: int
-) -> dict[str, Any]:
+def train_share(dist: Dist, folder: str, kind: str, shares: str, stage: int) -> dict[str, Any]:
     with small_shards_and_chunks():
         policy = policy_of(folder, kind)
         learner = learner_of(policy, dist, kind, backend="deepspeed", zero_stage=stage)
@@ -166,7 +164,7 @@ def test_without_sharding_a_text_prompt_never_runs_the_tower() -> None:
     assert not read
 
 
-def references(dist: Dist, out: Path, folder: str, adapter: str, stage: int) -> list[Any]:
+def references(dist: Dist, folder: str, adapter: str, stage: int) -> list[Any]:
     """Log-probs of the policy and of its reference, before and after two updates."""
     with small_shards_and_chunks():
         policy = policy_of(folder, "lora", adapter_path=adapter, keeps_start=True)

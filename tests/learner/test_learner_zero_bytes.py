@@ -21,7 +21,7 @@ PADDING = 0.02
 """Partitions are padded to equal lengths."""
 
 
-def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
+def measured(dist: Dist, folder: str, stage: int) -> dict[str, int]:
     """The number of trained parameters of a bfloat16 policy without LoRA, and the bytes of this
     rank after an iteration: of optimizer state (float32 weights and moments), and of weights."""
     backends.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model

@@ -65,7 +65,7 @@ def test_each_slice_has_its_own_softmax_in_value_and_gradient(monkeypatch):
     _assert_plain(ours, hidden, head, ids, 0.7, outside)
 
 
-def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch):
+def test_only_one_chunk_of_logits_exists_at_a_time():
     hidden, head, ids = _inputs()
     rows = calls_of(head, lambda _args, _kwargs, output: len(output))
     token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)[0].sum().backward()

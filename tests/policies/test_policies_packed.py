@@ -7,27 +7,12 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_act import act
-from tiny_image_writer import expected_forced
-from tiny_policy import ADAPTER, TEMPERATURE, make, move, trainable
+from tiny_policy import ADAPTER, make, move, trainable
 from tiny_rounding import GRADIENT_TOL
 from tiny_rows import mixed_rows, painted_rows, pictured_rows
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.policies.packing import completion_spans
-
-
-def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states, log-probs) of one row; its picture may have another grid than the prompt."""
-    model, picture = policy.module.base_model, policy.image_vocabulary
-    states = padded_reference.emu3_states(model, prompt, ids)
-    text, codes = range(picture.visual_start), range(picture.visual_start, picture.visual_end)
-    allowed = [
-        [token] if forced else codes if token in codes else text
-        for token, forced in zip(ids, expected_forced(ids, prompt.grid, picture), strict=True)
-    ]
-    head = model.lm_head.weight
-    return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, allowed)
-
 
 TOWER_TOO = {
     "lora": {**ADAPTER, "target_modules": ["q_proj", "down_proj", "qkv", "proj", "linear_fc1"]},
@@ -67,7 +52,7 @@ def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_states_and_gradients_equal_those_of_each_row_alone(case):
     family, keys, make_rows = CASES[case]
-    alone = emu3_alone if family == "emu3" else padded_reference.qwen_row
+    alone = padded_reference.emu3_row if family == "emu3" else padded_reference.qwen_row
     policy = make(family, **keys)
     move(policy, 0.02)
     rows = make_rows(policy)

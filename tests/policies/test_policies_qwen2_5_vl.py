@@ -37,39 +37,28 @@ def rows(policy):
 # Conditioning
 
 
-@pytest.fixture(scope="module")
-def stock_embeds(policy):
-    """Encodes with `QwenImageEditPipeline`, with the token types that it does not pass on."""
+def test_conditioning_equals_that_of_the_stock_pipeline_with_token_types(policy):
+    """The kept states of a prompt equal those of `QwenImageEditPipeline`, with the token types that
+    it does not pass on; rows of the completion follow."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 
-    def encode(texts, images):
-        processor = tiny_qwen.make_processor()
-        pipeline = QwenImageEditPipeline(
-            FlowMatchEulerDiscreteScheduler(), None, None, processor.tokenizer, processor, None
-        )
-        pipeline.text_encoder = tiny_qwen.WithTokenTypes(policy.module.base_model)
-        with torch.no_grad():
-            return pipeline._get_qwen_prompt_embeds(texts, images, "cpu", torch.float32)
-
-    return encode
-
-
-def test_conditioning_equals_that_of_the_stock_pipeline_with_token_types(policy, stock_embeds):
-    """The kept states of a prompt equal the stock encoder's; rows of the completion follow."""
+    processor = tiny_qwen.make_processor()
+    pipeline = QwenImageEditPipeline(
+        FlowMatchEulerDiscreteScheduler(), None, None, processor.tokenizer, processor, None
+    )
+    pipeline.text_encoder = tiny_qwen.WithTokenTypes(policy.module.base_model)
     samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
     prompts = [policy.build_prompt(sample) for sample in samples]
-    embeds, mask = stock_embeds(
-        [sample.instruction for sample in samples], [prompt.images[0] for prompt in prompts]
-    )
+    texts, pictures = ([s.instruction for s in samples], [p.images[0] for p in prompts])
+    with torch.no_grad():
+        embeds, mask = pipeline._get_qwen_prompt_embeds(texts, pictures, "cpu", torch.float32)
+    blue = policy.encode_completion("blue")
     for i, prompt in enumerate(prompts):
         expected = embeds[i] if mask is None else embeds[i][mask[i].bool()]
-        [action] = act_group(policy, prompt, [policy.encode_completion("blue")])
+        [action] = act_group(policy, prompt, [blue])
         kept = len(prompt.token_ids) - 64
-        assert expected.shape == (kept, 64)
-        assert (action.payload.embeds[:kept] - expected).abs().max() < FORWARD_TOL
-        assert action.payload.embeds.shape[0] == kept + len(
-            policy.encode_completion("blue").token_ids
-        )
+        assert apart(action.payload.embeds[:kept], expected) < FORWARD_TOL
+        assert len(action.payload.embeds) == kept + len(blue.token_ids)
 
 
 @pytest.mark.parametrize(
