@@ -6,18 +6,29 @@ import pytest
 
 from rl.algorithm.grpo import RewardMoments, group_advantages, reward_moments
 
-
-def test_group_std_advantages_by_hand() -> None:
-    # mean 0.5; deviations -0.3, 0.1, 0.2; population variance (0.09 + 0.01 + 0.04) / 3
-    result = group_advantages([0.2, 0.6, 0.7], "group_std", eps=0.01)
-    std = math.sqrt(0.14 / 3)
-    expected = [-0.3 / (std + 0.01), 0.1 / (std + 0.01), 0.2 / (std + 0.01)]
-    assert result == pytest.approx(expected, abs=1e-12)
+STD = math.sqrt(0.14 / 3)
+"""Of 0.2, 0.6 and 0.7: mean 0.5, population variance (0.09 + 0.01 + 0.04) / 3."""
 
 
-def test_scale_none_only_subtracts_the_mean() -> None:
-    result = group_advantages([0.0, 1.0, 0.5, 0.5], "none", eps=123.0)
-    assert result == pytest.approx([-0.5, 0.5, 0.0, 0.0], abs=1e-12)
+@pytest.mark.parametrize(
+    ("rewards_G", "scale", "eps", "expected"),
+    [
+        ([0.2, 0.6, 0.7], "group_std", 0.01, [x / (STD + 0.01) for x in (-0.3, 0.1, 0.2)]),
+        ([0.0, 1.0, 0.5, 0.5], "none", 123.0, [-0.5, 0.5, 0.0, 0.0]),
+        # Ungraded completions do not enter the baseline.
+        ([None, 0.2, 0.4, None], "none", 0.0, [None, -0.1, 0.1, None]),
+        # A group without reward spread gets advantage zero.
+        ([None, 0.8, None], "group_std", 1e-4, [None, 0.0, None]),
+        ([None, None], "group_std", 1e-4, [None, None]),
+        ([0.3, 0.3, 0.3], "group_std", 1e-4, [0.0, 0.0, 0.0]),
+        ([0.3, 0.3 + 1e-9], "group_std", 1e-4, [0.0, 0.0]),
+    ],
+)
+def test_advantages_of_a_group_by_hand(
+    rewards_G: list[float | None], scale: str, eps: float, expected: list[float | None]
+) -> None:
+    advantages_G = group_advantages(rewards_G, scale, eps)
+    assert advantages_G == pytest.approx(expected, abs=1e-12)
 
 
 def test_batch_std_divides_every_group_by_the_same_number() -> None:
@@ -43,17 +54,3 @@ def test_moments_of_two_ranks_add_up_to_the_whole_batch() -> None:
     mean = 2.2 / 5
     variance = sum((r - mean) ** 2 for r in (0.1, 0.9, 0.3, 0.7, 0.2)) / 5
     assert whole.std == pytest.approx(math.sqrt(variance), abs=1e-12)
-
-
-def test_ungraded_completions_do_not_enter_the_baseline() -> None:
-    first, *middle, last = group_advantages([None, 0.2, 0.4, None], "none", eps=0.0)
-    assert first is None and last is None
-    assert middle == pytest.approx([-0.1, 0.1], abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    "rewards_G", [[None, 0.8, None], [None, None], [0.3, 0.3, 0.3], [0.3, 0.3 + 1e-9]]
-)
-def test_a_group_without_reward_spread_gets_advantage_zero(rewards_G: list[float | None]) -> None:
-    result = group_advantages(rewards_G, "group_std", eps=1e-4)
-    assert result == [None if r is None else 0.0 for r in rewards_G]

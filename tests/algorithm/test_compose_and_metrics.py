@@ -1,6 +1,7 @@
 """Reward composition, metrics merged over ranks, and the learning-rate schedule."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -11,37 +12,36 @@ from rl.learner.learner import learning_rate
 # --- compose ----------------------------------------------------------------------------------
 
 
-def test_weighted_sum_and_geometric_mean_by_hand() -> None:
-    values = {"alignment": 0.5, "quality": 0.8}
-    weights = {"alignment": 0.6, "quality": 0.4}
-    assert compose(values, FinalReward(weights=weights)) == pytest.approx(0.62)
-    geometric = FinalReward(op="geometric_mean", weights=weights)
-    assert compose(values, geometric) == pytest.approx(0.5**0.6 * 0.8**0.4)
+A0, B1 = {"a": 0.0, "b": 1.0}, {"a": None, "b": 1.0}
+GEOMETRIC = {"op": "geometric_mean"}
 
 
-def test_weights_are_relative() -> None:
-    values = {"a": 0.2, "b": 1.0}
-    assert compose(values, FinalReward(weights={"a": 3, "b": 1})) == pytest.approx(0.4)
-    squared = FinalReward(op="geometric_mean", weights={"a": 2, "b": 2})
-    assert compose(values, squared) == pytest.approx(math.sqrt(0.2))
-
-
-def test_without_weights_all_rewards_count_equally_and_parts_do_not() -> None:
-    values = {"a": 0.2, "b": 0.6, "a/detail": 9.0}
-    assert compose(values, FinalReward()) == pytest.approx(0.4)
-
-
-def test_a_zero_reward_makes_only_the_geometric_mean_zero() -> None:
-    values = {"a": 0.0, "b": 1.0}
-    assert compose(values, FinalReward(op="geometric_mean")) == 0.0
-    assert compose(values, FinalReward()) == pytest.approx(0.5)
-
-
-def test_an_ungraded_reward_that_counts_makes_the_final_reward_none() -> None:
-    assert compose({"a": None, "b": 1.0}, FinalReward()) is None
-    assert compose({"a": None, "b": 1.0}, FinalReward(weights={"b": 1})) == 1.0
-    assert compose({"a": None, "b": 1.0}, FinalReward(weights={"a": 0, "b": 1})) == 1.0
-    assert compose({"a": None}, FinalReward(weights={"a/part": 1})) is None
+@pytest.mark.parametrize(
+    ("values", "section", "expected"),
+    [
+        ({"a": 0.5, "b": 0.8}, {"weights": {"a": 0.6, "b": 0.4}}, 0.62),
+        ({"a": 0.5, "b": 0.8}, GEOMETRIC | {"weights": {"a": 0.6, "b": 0.4}}, 0.5**0.6 * 0.8**0.4),
+        # Weights are relative.
+        ({"a": 0.2, "b": 1.0}, {"weights": {"a": 3, "b": 1}}, 0.4),
+        ({"a": 0.2, "b": 1.0}, GEOMETRIC | {"weights": {"a": 2, "b": 2}}, math.sqrt(0.2)),
+        # Without weights all rewards count equally, and parts do not.
+        ({"a": 0.2, "b": 0.6, "a/detail": 9.0}, {}, 0.4),
+        # A zero makes only the geometric mean zero.
+        (A0, GEOMETRIC, 0.0),
+        (A0, {}, 0.5),
+        # An ungraded reward that counts makes the final reward None.
+        (B1, {}, None),
+        (B1, {"weights": {"b": 1}}, 1.0),
+        (B1, {"weights": {"a": 0, "b": 1}}, 1.0),
+        ({"a": None}, {"weights": {"a/part": 1}}, None),
+    ],
+)
+def test_the_final_reward_by_hand(
+    values: dict[str, float | None], section: dict[str, Any], expected: float | None
+) -> None:
+    assert compose(values, FinalReward(**section)) == (
+        None if expected is None else pytest.approx(expected)
+    )
 
 
 # --- metrics ----------------------------------------------------------------------------------
@@ -50,18 +50,16 @@ def test_an_ungraded_reward_that_counts_makes_the_final_reward_none() -> None:
 def test_metrics_of_two_ranks_keep_their_denominators() -> None:
     first, second = Metrics(), Metrics()
     first.add("mean", 1.0)
-    first.add("mean", 2.0, weight=3.0)
-    second.add("mean", 10.0, weight=6.0)
-    first.maximum("max", 4.0)
-    second.maximum("max", -4.0)
-    first.total("sum", 2.5)
-    second.total("sum", 4.0)
+    for metrics, value, weight in ((first, 2.0, 3.0), (second, 10.0, 6.0)):
+        metrics.add("mean", value, weight=weight)
+        metrics.maximum("max", 6.0 - value)
+        metrics.total("sum", value)
     second.add("only here", 7.0)
     merged = Metrics.merge([first.state(), second.state()])
     assert merged == {
         "mean": pytest.approx((1 + 6 + 60) / 10),
         "max": 4.0,
-        "sum": 6.5,
+        "sum": 12.0,
         "only here": 7.0,
     }
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_policy
 import tiny_qwen
-import tiny_qwen3
 import torch
 from tiny_config import shipped
 from tiny_messages import holds
@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl import build
-from rl.api.policy import PolicySetup
 from rl.check.memory_plan import (
     CONTEXT_GB,
     KNOWN,
@@ -44,7 +43,6 @@ from rl.check.memory_plan import (
 )
 from rl.check.this_machine import host_memory_gb
 from rl.meter import Recompute
-from rl.policies.qwen_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
 EDITOR = (Item("renderer transformer", 40, PHASES), Item("renderer, workspace", 2, ("render",)))
@@ -168,32 +166,18 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
     ],
 )
 def test_a_real_forward_keeps_the_planned_bytes(
-    tmp_path: Path,
-    model: PolicyModel,
-    adapted: tuple[str, ...] | None,
-    dtype: str,
-    checkpointing: Recompute,
+    model: PolicyModel, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
 ) -> None:
     """Measured after the packed forward of a policy, while its graph is alive."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
-    section = {"dtype": dtype, "device": "cpu", "lora": lora}
-    if model is TINY3:
-        policy: Any = tiny_qwen3.make_qwen3(
-            tiny_qwen3.save_policy_folder(tmp_path),
-            "text",
-            tiny_qwen.TEMPLATE,
-            section,
-            gradient_checkpointing=checkpointing,
-        )
-    else:
-        section |= {"type": "", "model_path": tiny_qwen.save_policy_folder(tmp_path)}
-        setup = PolicySetup(
-            "text",
-            template=tiny_qwen.TEMPLATE,
-            max_completion_tokens=12,
-            gradient_checkpointing=checkpointing,
-        )
-        policy = Qwen25VL(Qwen25VL.Config.model_validate(section), setup)
+    policy = tiny_policy.make(
+        "qwen3_vl" if model is TINY3 else "qwen2_5_vl",
+        kind="text",
+        template=tiny_qwen.TEMPLATE,
+        dtype=dtype,
+        lora=lora,
+        gradient_checkpointing=checkpointing,
+    )
     planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
     assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
 

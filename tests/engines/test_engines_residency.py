@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_config
 
@@ -10,13 +12,6 @@ from rl.config.schema import load_config
 from rl.console import Console
 from rl.ranks.dist import Dist, Machine
 from rl.run import set_up
-
-
-class LoadedPolicy:
-    """A stand-in for a loaded policy that knows only the folder of its weights."""
-
-    def __init__(self, folder: str) -> None:
-        self.engine_folder = lambda: folder
 
 
 def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
@@ -28,7 +23,8 @@ def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folde
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._engine_memory(resolved, LoadedPolicy(folder), Dist(device=device), Console(True))
+    policy = SimpleNamespace(engine_folder=lambda: folder)
+    return set_up._engine_memory(resolved, policy, Dist(device=device), Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])

@@ -3,39 +3,29 @@
 import pytest
 import tiny_qwen
 import torch
-from tiny_engines import assert_ended, assert_same, max_dlogp
+from tiny_engines import (
+    assert_ended,
+    assert_same,
+    assert_seeded,
+    export,
+    max_dlogp,
+    plain_engine,
+    sampling,
+)
+from tiny_policy import make, trainable
 from tiny_rounding import FORWARD_TOL
 
-from rl.api.engine import EngineSetup
-from rl.api.plugin import PluginConfig
-from rl.api.policy import PolicySetup
-from rl.api.types import SamplingParams
-from rl.engines import transformers as transformers_engine
-from rl.policies.qwen_vl import Qwen25VL
-
-TEMPERATURE = 0.7
-PARAMS = SamplingParams(TEMPERATURE, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
+PARAMS, GREEDY = sampling(0.7), sampling(0.0, max_tokens=6, num_completions=2)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-    config = Qwen25VL.Config(type="", model_path=folder, dtype="float32", lora=None)
-    return Qwen25VL(
-        config,
-        PolicySetup(
-            "hidden_states",
-            template=tiny_qwen.TEMPLATE,
-            temperature=TEMPERATURE,
-            max_completion_tokens=12,
-        ),
-    )
+def policy():
+    return make(lora=None)
 
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    config = PluginConfig(type="transformers")
-    return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
+    return plain_engine(policy)
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +39,16 @@ def test_logprobs_are_the_trainers(engine, policy, prompts_P):
     assert max_dlogp(policy, prompts_P, completions_PG) < FORWARD_TOL
 
 
-def test_completions_of_a_group_differ_whatever_the_batch_order(engine, prompts_P):
-    seeds = [7, 70, 700]
-    forward = engine.generate(prompts_P, PARAMS, seeds)
-    backward = engine.generate(prompts_P[::-1], PARAMS, seeds[::-1])[::-1]
-    assert_same(forward, backward)
-    assert len({completion.token_ids for group in forward for completion in group}) == 12
-
-
-def test_completion_g_is_sampled_with_seed_plus_g(engine, prompts_P):
-    [group] = engine.generate(prompts_P[:1], PARAMS, [50])
-    one = SamplingParams(TEMPERATURE, 1.0, -1, 12, num_completions=1)
-    for g, completion in enumerate(group):
-        [[alone]] = engine.generate(prompts_P[:1], one, [50 + g])
-        assert alone.token_ids == completion.token_ids
+def test_a_completion_depends_on_its_prompt_and_seed_alone(engine, prompts_P):
+    assert_seeded(engine, prompts_P, PARAMS)
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, prompts_P):
-    before = torch.get_rng_state()
-    params = SamplingParams(1.5, 1.0, -1, max_tokens=12, num_completions=64)
-    [group] = engine.generate(prompts_P[:1], params, [0])
-    assert torch.equal(torch.get_rng_state(), before), "the global generator has not moved"
-    assert_ended(group, policy.stop_token_ids, 12)
+    assert_ended(engine, prompts_P[0], policy.stop_token_ids)
 
 
 def test_temperature_zero_takes_the_likeliest_token(engine, policy, prompts_P):
-    greedy = SamplingParams(0.0, 1.0, -1, max_tokens=6, num_completions=2)
-    [[first, second]] = engine.generate(prompts_P[:1], greedy, [3])
+    [[first, second]] = engine.generate(prompts_P[:1], GREEDY, [3])
     assert_same([[first]], [[second]])
     batch = policy.collate([(prompts_P[0], first.token_ids)])
     with torch.no_grad():
@@ -89,7 +62,7 @@ def test_banned_tokens_are_never_drawn_even_when_they_are_likeliest(engine, poli
     head = policy.module.base_model.lm_head.weight
     banned = policy.banned_token_ids[-1]
     with torch.no_grad():
-        [[before]] = engine.generate(prompts_P[:1], SamplingParams(0.0, 1.0, -1, 1, 1), [0])
+        [[before, _]] = engine.generate(prompts_P[:1], GREEDY, [0])
         saved = head[banned].clone()
         head[banned] = 3 * head[before.token_ids[0]]
         try:
@@ -101,12 +74,9 @@ def test_banned_tokens_are_never_drawn_even_when_they_are_likeliest(engine, poli
 
 
 def distribution(engine, probs, **params):
-    logits = torch.tensor([probs]).log()
     wide = torch.full((1, 600), float("-inf"))
-    wide[0, : len(probs)] = logits
-    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
-    out = engine._distribution(wide, SamplingParams(**settings, max_tokens=1, num_completions=1))
-    return out[0, : len(probs)].exp()
+    wide[0, : len(probs)] = torch.tensor(probs).log()
+    return engine._distribution(wide, sampling(**params))[0, : len(probs)].exp()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +99,7 @@ def test_top_k_top_p_and_temperature_by_hand(engine, params, expected):
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(engine, prompts_P, policy):
     """First tokens of 4000 completions against the trainer's probabilities."""
-    params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=1, num_completions=4000)
+    params = sampling(0.7, max_tokens=1, num_completions=4000)
     [group] = engine.generate(prompts_P[:1], params, [123])
     counts = torch.zeros(policy.module.base_model.lm_head.out_features)
     probs = torch.zeros_like(counts)
@@ -143,11 +113,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(engine, prompts_P, policy)
 
 
 def test_the_engine_reads_the_policys_current_weights(engine, policy):
-    tensors = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-    fingerprint = policy.export_weights(tensors, 1).fingerprint
+    fingerprint = export(policy).fingerprint
     assert engine.held_fingerprint() == fingerprint
-    value = next(iter(tensors.values())).data.view(-1)[:1]
-    before = value.clone()
-    value += 1
-    assert engine.held_fingerprint() == policy.export_weights(tensors, 1).fingerprint != fingerprint
-    value.copy_(before)
+    next(iter(trainable(policy).values())).data.view(-1)[:1] += 1
+    assert engine.held_fingerprint() == export(policy).fingerprint != fingerprint

@@ -6,50 +6,49 @@ import pytest
 import tiny_qwen
 import torch
 import vllm
-from tiny_engines import assert_ended, assert_same, max_dlogp
-from tiny_policy import trainable
+from tiny_calls import noted_calls
+from tiny_engines import (
+    assert_ended,
+    assert_follows,
+    assert_same,
+    assert_seeded,
+    export,
+    max_dlogp,
+    parameters_of,
+    plain_engine,
+    sampling,
+    started,
+)
+from tiny_policy import make, move, trainable
 from tiny_rounding import FORWARD_TOL
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
-from rl.api.plugin import PluginConfig
-from rl.api.policy import PolicySetup
-from rl.api.types import SamplingParams
-from rl.engines import transformers as transformers_engine
 from rl.engines import vllm as vllm_engine
-from rl.policies.qwen_vl import Qwen25VL
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 12
 LORA = {"r": 4, "alpha": 6}
 """alpha / r = 1.5: the scaling the worker applies to B is not a no-op."""
+PARAMS, SEEDS = sampling(), [7, 70, 700]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-    config = Qwen25VL.Config(
-        type="", model_path=folder, dtype="float32", lora=LORA, max_prompt_tokens=192
-    )
-    return Qwen25VL(
-        config, PolicySetup("hidden_states", template=tiny_qwen.TEMPLATE, max_completion_tokens=64)
-    )
+def policy():
+    return make(lora=LORA, temperature=1.0, max_prompt_tokens=192, max_completion_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def engine(policy):
     """One engine for the whole file. Tests that change the policy's weights sync them."""
     threads, global_state = torch.get_num_threads(), torch.get_rng_state()
-    config = vllm_engine.Config(type="vllm", max_num_seqs=128)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
-    assert torch.get_num_threads() == threads
-    torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1, "vLLM made set_num_threads a no-op"
-    torch.set_num_threads(threads)
-    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeded the generator"
-    yield engine
-    engine.close()
+    with started(policy, max_num_seqs=128) as engine:
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(threads + 1)
+        assert torch.get_num_threads() == threads + 1, "vLLM made set_num_threads a no-op"
+        torch.set_num_threads(threads)
+        assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeded the generator"
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -65,63 +64,23 @@ def synced(engine, policy):
 
 
 @pytest.fixture
-def worker(engine, policy, monkeypatch):
-    """vLLM's own worker, after a sync delivered the policy's current weights to it."""
-    workers = []
-    put = vllm_engine.put_lora
-
-    def noting(worker, *args):
-        workers.append(worker)
-        return put(worker, *args)
-
-    monkeypatch.setattr(vllm_engine, "put_lora", noting)
-    engine.load_weights(export(policy))
-    monkeypatch.undo()
-    [worker] = workers
+def worker(synced):
+    """vLLM's own worker, after a sync."""
+    [worker] = synced._llm.collective_rpc(lambda worker: worker)
     return worker
-
-
-def export(policy, version: int = 0):
-    return policy.export_weights(trainable(policy), version)
-
-
-def params(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=NUM_TOKENS, num_completions=4):
-    return SamplingParams(temperature, top_p, top_k, max_tokens, num_completions)
-
-
-def step(policy, prompts_P, completions_PG) -> None:
-    """One optimizer step that surely moves every trainable tensor."""
-    optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-2)
-    rows = [
-        (prompt, completion.token_ids)
-        for prompt, group in zip(prompts_P, completions_PG, strict=True)
-        for completion in group
-    ]
-    policy.module(policy.collate(rows)).logprobs.sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_logprobs_equal_the_trainers_after_every_update_and_sync(
     engine, policy, prompts_P, monkeypatch
 ):
     monkeypatch.setattr(policy.module, "temperature", 0.7)
-    for iteration in range(3):
-        weights = export(policy, iteration)
-        engine.load_weights(weights)
-        assert engine.held_fingerprint() == weights.fingerprint
-        completions_PG = engine.generate(prompts_P, params(0.7), [iteration, 70, 700])
-        assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
-        assert len({c.token_ids for group in completions_PG for c in group}) == 12
-        step(policy, prompts_P, completions_PG)
-    stale = engine.generate(prompts_P, params(0.7), [1, 2, 3])
-    assert max_dlogp(policy, prompts_P, stale) > 1e-2, "the check above can fail"
+    assert_follows(engine, policy, prompts_P, sampling(0.7), scale=0.05)
 
 
-def test_a_sync_that_changed_nothing_is_detected(synced, policy, prompts_P, monkeypatch):
+def test_a_sync_that_changed_nothing_is_detected(synced, policy, monkeypatch):
     before = export(policy)
     assert synced.held_fingerprint() == before.fingerprint
-    step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
+    move(policy, 0.02)
     after = export(policy, 1)
     assert after.fingerprint != before.fingerprint
     assert synced.held_fingerprint() == before.fingerprint != after.fingerprint
@@ -154,38 +113,27 @@ def test_a_changed_bit_in_the_adapter_slots_is_detected(engine, policy, worker):
 def test_a_sync_drops_the_cache_of_the_old_weights(synced, policy, prompts_P):
     """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
     reads the old ones is off by far more than rounding."""
-    step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
-    synced.generate(prompts_P, params(), [1, 2, 3])
+    move(policy, 0.02)
+    synced.generate(prompts_P, PARAMS, SEEDS)
     for drops, agrees in ((False, False), (True, True)):
         with pytest.MonkeyPatch.context() as patch:
             if not drops:
                 patch.setattr(vllm.LLM, "reset_prefix_cache", lambda _: True)
             synced.load_weights(export(policy))
-        completions_PG = synced.generate(prompts_P, params(), [1, 2, 3])
+        completions_PG = synced.generate(prompts_P, PARAMS, SEEDS)
         assert (max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL) == agrees
 
 
-def test_a_groups_prompt_and_picture_are_read_once(engine, policy, worker, monkeypatch):
+def test_a_groups_prompt_and_picture_are_read_once(synced, policy, monkeypatch):
     """The trainer's tower encodes it; its forward reuses the features. The engine has no tower."""
-    names = [name for name, _ in worker.model_runner.get_model().named_parameters()]
-    assert names and not any("visual" in name for name in names)
-    encoded, num_scheduled = [], []
-    tower = policy.module.base_model.model.get_image_features
-    monkeypatch.setattr(
-        policy.module.base_model.model,
-        "get_image_features",
-        lambda pixels, grid, **kw: encoded.append(len(grid)) or tower(pixels, grid, **kw),
+    assert not any("visual" in name for name in parameters_of(synced))
+    model = policy.module.base_model.model
+    encoded = noted_calls(monkeypatch, model, "get_image_features", lambda args, *_: len(args[1]))
+    num_scheduled = noted_calls(
+        monkeypatch, Scheduler, "schedule", lambda _a, _k, plan: plan.total_num_scheduled_tokens
     )
-    schedule = Scheduler.schedule
-
-    def counting(*args):
-        plan = schedule(*args)
-        num_scheduled.append(plan.total_num_scheduled_tokens)
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(900 + i, width=64 * (i + 1))) for i in range(3)]
-    completions_PG = engine.generate(fresh_P, params(), [7, 70, 700])
+    completions_PG = synced.generate(fresh_P, PARAMS, SEEDS)
     assert max_dlogp(policy, fresh_P, completions_PG) <= FORWARD_TOL
     assert encoded == [1, 1, 1], "three pictures, each encoded once and alone"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
@@ -199,40 +147,27 @@ def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy,
     base = {n: p.detach().clone() for n, p in policy.module.named_parameters()}
     zero = policy.export_weights({n: torch.zeros_like(p) for n, p in lora_before.items()}, 0)
     synced.load_weights(zero)
-    probe_before = synced.generate(prompts_P, params(), [5, 6, 7])
+    probe_before = synced.generate(prompts_P, PARAMS, SEEDS)
     weights = export(policy)
     for _ in range(500):
         synced.load_weights(weights)
     assert export(policy).fingerprint == weights.fingerprint
     assert all(torch.equal(p, base[n]) for n, p in policy.module.named_parameters())
     synced.load_weights(zero)
-    assert_same(synced.generate(prompts_P, params(), [5, 6, 7]), probe_before)
+    assert_same(synced.generate(prompts_P, PARAMS, SEEDS), probe_before)
 
 
 def test_a_completion_depends_only_on_prompt_and_seed(synced, prompts_P):
-    assert synced.generate([], params(), []) == []
-    seeds = [7, 70, 700]
-    forward = synced.generate(prompts_P, params(), seeds)
-    assert_same(synced.generate(prompts_P[::-1], params(), seeds[::-1])[::-1], forward)
-    one_by_one = [
-        synced.generate([p], params(), [s])[0] for p, s in zip(prompts_P, seeds, strict=True)
-    ]
-    ids = [[c.token_ids for c in group] for group in forward]
-    assert [[c.token_ids for c in group] for group in one_by_one] == ids
-    for g in range(4):
-        [[alone]] = synced.generate(prompts_P[:1], params(num_completions=1), [7 + g])
-        assert alone.token_ids == ids[0][g]
+    assert synced.generate([], PARAMS, []) == []
+    assert_seeded(synced, prompts_P, PARAMS)
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit(synced, policy, prompts_P):
-    before = torch.get_rng_state()
-    [group] = synced.generate(prompts_P[:1], params(1.5, num_completions=64), [0])
-    assert torch.equal(torch.get_rng_state(), before), "the trainer's generator has not moved"
-    assert_ended(group, policy.stop_token_ids, NUM_TOKENS)
+    assert_ended(synced, prompts_P[0], policy.stop_token_ids)
 
 
 def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
-    hot = params(2.0, num_completions=64)
+    hot = sampling(2.0, num_completions=64)
     groups = synced.generate(prompts_P, hot, [1000, 2000, 3000])
     drawn = {token for group in groups for c in group for token in c.token_ids}
     assert len(drawn) > 250, "hot enough to reach most of the vocabulary"
@@ -240,20 +175,16 @@ def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
 
 
 def test_greedy_equals_the_transformers_engine(synced, policy, prompts_P):
-    plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
-    greedy = params(0.0, num_completions=2)
-    vllm_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
-    for vllm_G, plain_G in zip(vllm_PG, plain.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
-        assert [c.token_ids for c in vllm_G] == [c.token_ids for c in plain_G]
-        difference = torch.tensor(vllm_G[0].logprobs) - torch.tensor(plain_G[0].logprobs)
-        assert difference.abs().max() <= FORWARD_TOL
+    greedy = sampling(0.0, num_completions=2)
+    engines = synced, plain_engine(policy)
+    assert_same(*(each.generate(prompts_P, greedy, [0, 0, 0]) for each in engines))
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
 def test_top_k_and_top_p_equal_the_transformers_engine(synced, policy, prompts_P, top_p, top_k):
     """First tokens of 64 completions: the same support, the same renormalised log-probs."""
-    plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
-    cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
+    plain = plain_engine(policy)
+    cut = sampling(0.7, top_p, top_k, max_tokens=1, num_completions=64)
     for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
         expected_V = plain._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
         for completion in group:
@@ -262,8 +193,6 @@ def test_top_k_and_top_p_equal_the_transformers_engine(synced, policy, prompts_P
 
 def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch):
     """Three pictures, two of them in another order, and one."""
-    from dataclasses import replace
-
     several = replace(tiny_qwen.TEMPLATE, picture="Picture {number}: {image}", max_pictures=3)
     monkeypatch.setattr(policy.prompts, "template", several)
     pictures = [tiny_qwen.picture(200 + i, width=64 + 32 * i) for i in range(3)]
@@ -273,7 +202,7 @@ def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch
         for i, sources in enumerate(sources_P)
     ]
     assert [len(prompt.images) for prompt in prompts_P] == [3, 2, 1]
-    completions_PG = synced.generate(prompts_P, params(), [7, 70, 700])
+    completions_PG = synced.generate(prompts_P, PARAMS, SEEDS)
     assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
     monkeypatch.setattr(policy.prompts, "template", replace(several, picture="{image}"))
     unnumbered = [policy.build_prompt(prompt.sample) for prompt in prompts_P]
@@ -311,10 +240,10 @@ def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypa
     assert observed == calls
 
 
-def test_a_batch_may_exceed_one_scheduler_step(synced, policy, prompts_P):
+def test_a_batch_may_exceed_one_scheduler_step(synced, policy):
     """130 prompts of 85 tokens are more than the scheduler takes in one step."""
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
-    few = params(max_tokens=2, num_completions=1)
+    few = sampling(max_tokens=2, num_completions=1)
     assert sum(len(prompt.token_ids) for prompt in prompts) > 8192
     completions = synced.generate(prompts, few, list(range(130)))
     [[alone]] = synced.generate(prompts[77:78], few, [77])
@@ -325,12 +254,12 @@ def test_vllm_loads_a_saved_adapter(engine, policy, worker, prompts_P, tmp_path,
     """vLLM's own loader gives the same completions from the folder as a sync from the tensors."""
     from vllm.lora.request import LoRARequest
 
-    expected = engine.generate(prompts_P[:1], params(num_completions=1), [11])
+    expected = engine.generate(prompts_P[:1], PARAMS, [11])
     policy.save_pretrained(str(tmp_path), trainable(policy))
     worker.model_runner.lora_manager.remove_all_adapters()
     saved = LoRARequest("saved", 2, str(tmp_path))
     monkeypatch.setattr("vllm.lora.request.LoRARequest", lambda *_: saved)
-    assert_same(engine.generate(prompts_P[:1], params(num_completions=1), [11]), expected)
+    assert_same(engine.generate(prompts_P[:1], PARAMS, [11]), expected)
     worker.remove_lora(2)
 
 

@@ -4,43 +4,23 @@ import re
 from dataclasses import replace
 
 import pytest
-import tiny_emu3
 import tiny_qwen
 import torch
 import vllm
-from tiny_engines import max_dlogp
-from tiny_policy import make_emu3, step_in_bfloat16, trainable
-from tiny_rounding import FORWARD_TOL
-
-from rl.api.engine import EngineSetup
-from rl.api.policy import PolicySetup
-from rl.api.types import SamplingParams
-from rl.engines import vllm as vllm_engine
-from rl.policies.qwen_vl import Qwen25VL
+from tiny_engines import assert_follows, export, sampling, started
+from tiny_policy import make, step_in_bfloat16, trainable
 
 pytestmark = pytest.mark.slow
-
-TEMPLATE = replace(tiny_qwen.TEMPLATE, max_pictures=2)
-PARAMS = SamplingParams(1.0, top_p=1.0, top_k=-1, max_tokens=12, num_completions=4)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    folder = tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
     editor = tmp_path_factory.mktemp("editor")
     text_encoder = tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7, tied=True)
     text_encoder.save_pretrained(editor / "text_encoder")
-    config = Qwen25VL.Config(
-        type="",
-        model_path=folder,
-        init_text_encoder_from=str(editor),
-        dtype="float32",
-        lora=None,
-        max_prompt_tokens=128,
-    )
-    return Qwen25VL(
-        config, PolicySetup("hidden_states", template=TEMPLATE, max_completion_tokens=12)
-    )
+    template = replace(tiny_qwen.TEMPLATE, max_pictures=2)
+    from_editor = {"init_text_encoder_from": str(editor), "template": template, "lora": None}
+    return make(**from_editor, temperature=1.0, max_prompt_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +30,8 @@ def engine(policy):
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = torch.distributed.GroupMember.WORLD
-    config = vllm_engine.Config(type="vllm", max_num_seqs=16)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
-    yield engine
-    engine.close()
+    with started(policy, sharded=True) as engine:
+        yield engine
     assert torch.distributed.GroupMember.WORLD is group is not None, "the engine did not replace it"
     if not was_initialized:
         torch.distributed.destroy_process_group()
@@ -65,20 +43,7 @@ def test_full_weights_arrive_after_every_update(engine, policy):
     samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
     both = replace(samples[0], sources=samples[0].sources + samples[1].sources)
     prompts_P = [policy.build_prompt(sample) for sample in (both, samples[1])]
-    optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-3)
-
-    for iteration in range(3):
-        completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
-        assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
-        rows = [(prompts_P[0], completion.token_ids) for completion in completions_PG[0]]
-        policy.module(policy.collate(rows)).logprobs.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
-        weights = policy.export_weights(trainable(policy), iteration)
-        assert engine.held_fingerprint() != weights.fingerprint
-        engine.load_weights(weights)
-        assert engine.held_fingerprint() == weights.fingerprint
+    assert_follows(engine, policy, prompts_P, sampling())
 
 
 def nothing(sent):
@@ -119,7 +84,7 @@ STEP = 3e-6
 )
 def test_a_load_that_is_incomplete_is_detected(engine, policy, monkeypatch, fault, message):
     """After one step of 3e-6, vLLM gets other weights than the trainer sent."""
-    engine.load_weights(policy.export_weights(trainable(policy), 0))
+    engine.load_weights(export(policy))
     call = engine._llm.collective_rpc
 
     def faulty(method, args=(), kwargs=None):
@@ -131,13 +96,13 @@ def test_a_load_that_is_incomplete_is_detected(engine, policy, monkeypatch, faul
     with torch.no_grad():
         for parameter in trainable(policy).values():
             parameter += STEP
-    engine.load_weights(policy.export_weights(trainable(policy), 1))
+    engine.load_weights(export(policy, 1))
     assert message in engine.held_fingerprint()
 
 
 def test_a_weight_in_an_unknown_place_gives_no_fingerprint(engine, policy, monkeypatch):
     """A user's own model may fuse weights that no table of vLLM's lists."""
-    weights = policy.export_weights(trainable(policy), 0)
+    weights = export(policy)
     engine.load_weights(weights)
     tensors = {**weights.tensors, "model.language_model.secret.weight": torch.ones(2)}
     call = engine._llm.collective_rpc
@@ -152,8 +117,7 @@ def test_a_weight_in_an_unknown_place_gives_no_fingerprint(engine, policy, monke
 
 def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatch):
     """Also those of the frozen tower, which no sync sends. vLLM's sleep, for GPUs, is replaced."""
-    weights = policy.export_weights(trainable(policy), 0)
-    engine.load_weights(weights)
+    engine.load_weights(export(policy))
     kept = {}
 
     def lose(worker):
@@ -177,24 +141,18 @@ def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatc
     engine._llm.collective_rpc(put_back)
 
 
-def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate(tmp_path):
-    policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
-    config = vllm_engine.Config(type="vllm", max_num_seqs=16)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
-    weights = policy.export_weights(trainable(policy), 0)
-    engine.load_weights(weights)
-    assert engine.held_fingerprint() == weights.fingerprint
-    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-    step_in_bfloat16(policy, STEP)
-    weights = policy.export_weights(trainable(policy), 1)
-    moved = [name for name, tensor in weights.tensors.items() if (tensor != before[name]).any()]
-    assert len(moved) > 10
-    for lost in moved:
-        engine.load_weights(weights)
-        assert engine.held_fingerprint() == weights.fingerprint
-        engine._llm.collective_rpc(
-            "reload_weights",
-            kwargs={"weights_iterator": iter({**weights.tensors, lost: before[lost]}.items())},
-        )
-        assert engine.held_fingerprint() == f"other weights in 1 tensors: {lost}"
-    engine.close()
+def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate():
+    policy = make("emu3", dtype="bfloat16")
+    with started(policy) as engine:
+        engine.load_weights(export(policy))
+        before = {name: tensor.clone() for name, tensor in export(policy).tensors.items()}
+        step_in_bfloat16(policy, STEP)
+        weights = export(policy, 1)
+        moved = [name for name, tensor in weights.tensors.items() if (tensor != before[name]).any()]
+        assert len(moved) > 10
+        for lost in moved:
+            engine.load_weights(weights)
+            assert engine.held_fingerprint() == weights.fingerprint
+            stale = iter({**weights.tensors, lost: before[lost]}.items())
+            engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stale})
+            assert engine.held_fingerprint() == f"other weights in 1 tensors: {lost}"

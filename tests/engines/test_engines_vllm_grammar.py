@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_image_writer import allowed_ids
 
+from rl.api.types import ImageVocabulary
 from rl.engines import vllm
 from rl.engines import vllm as vllm_engine
 from rl.engines.vllm_process import GRID, VOCABULARY
@@ -34,19 +36,14 @@ FIELDS = {
 }
 CONFIG = SimpleNamespace(additional_config={VOCABULARY: FIELDS})
 CPU = torch.device("cpu")
-LANGUAGE, CODES, ALL = set(range(START)), set(range(START, END)), set(range(NUM_IDS))
+ALL = set(range(NUM_IDS))
 
 
 def allowed_next(grid: tuple[int, int] | None, ids: list[int]) -> set[int]:
     """The ids that may come next, computed from the whole sequence as a list."""
     if grid is None:
         return ALL
-    if IMAGE not in ids:
-        return LANGUAGE
-    height, width = grid
-    sequence = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
-    k = len(ids) - ids.index(IMAGE) - 1
-    return sequence[k] if k < len(sequence) else {EOS}
+    return set(allowed_ids([*ids, START], grid, ImageVocabulary(**FIELDS))[-1])
 
 
 def open_ids(logits: torch.Tensor) -> list[set[int]]:
@@ -133,15 +130,13 @@ def test_v1_follows_rows_that_leave_move_swap_and_return():
 class Slots:
     """The records of vLLM's V2 runner (token history, lengths) by slot; the runner needs Triton."""
 
-    def __init__(self, num_slots: int = 6, max_len: int = 256) -> None:
-        self.prompt_len, self.prefill_len = (
-            torch.zeros(num_slots, dtype=torch.int32) for _ in range(2)
-        )
-        self.ids = torch.full((num_slots, max_len), IMAGE, dtype=torch.int32)
-        self.free = list(range(num_slots))
+    def __init__(self) -> None:
+        self.prompt_len, self.prefill_len = torch.zeros(2, 6, dtype=torch.int32)
+        self.ids = torch.full((6, 256), IMAGE, dtype=torch.int32)
+        self.free = list(range(6))
         states = LogitsProcRequestState(
             device=CPU,
-            max_num_reqs=num_slots,
+            max_num_reqs=6,
             vocab_size=NUM_IDS,
             all_token_ids=SimpleNamespace(gpu=self.ids),
             prompt_len=SimpleNamespace(gpu=self.prompt_len),
@@ -151,7 +146,7 @@ class Slots:
         self.processor = V2Grammar(CONFIG, states)
         self.requests: dict[int, tuple[tuple[int, int] | None, list[int], list[int]]] = {}
 
-    def add(self, grid, prompt, written=()) -> int:
+    def add(self, grid, prompt, written=()) -> None:
         """Adds a request to a slot that still holds another request's tokens."""
         slot = self.free.pop()
         tokens = [*prompt, *written]
@@ -159,22 +154,16 @@ class Slots:
         self.prompt_len[slot], self.prefill_len[slot] = len(prompt), len(tokens)
         assert self.processor.add_request(slot, request_params(grid)) == (grid is not None)
         self.requests[slot] = (grid, list(prompt), list(written))
-        return slot
-
-    def drop(self, slot: int) -> tuple:
-        self.free.append(slot)
-        return self.requests.pop(slot)
 
     def step(self, order: list[int]) -> None:
         """One forward over the slots in `order`: checks its mask and draws a token for each."""
         self.processor.apply_staged_writes()
         sequences = [[*prompt, *written] for _, prompt, written in map(self.requests.get, order)]
-        slots = np.array(order, dtype=np.int64)
         indices = torch.tensor(order, dtype=torch.int32)
         context = LogitsContext(
             expanded_idx_mapping=indices,
             idx_mapping=indices,
-            idx_mapping_np=slots,
+            idx_mapping_np=np.array(order, dtype=np.int64),
             expanded_local_pos=torch.zeros_like(indices),
             seq_lens_upper_bound_np=np.array([len(ids) for ids in sequences]),
             input_ids=torch.tensor([ids[-1] for ids in sequences], dtype=torch.int32),
@@ -202,7 +191,8 @@ def test_v2_follows_slots_that_are_reused_reordered_and_resumed():
         for _ in range(random.randint(1, 4)):
             slots.step(order)
         slot = random.choice(order)
-        request = slots.drop(slot)
+        slots.free.append(slot)
+        request = slots.requests.pop(slot)
         if random.random() < 0.6:
             slots.add(*request)
 
@@ -210,8 +200,6 @@ def test_v2_follows_slots_that_are_reused_reordered_and_resumed():
 @pytest.mark.parametrize(("uses_v2", "processor"), [(True, V2Grammar), (False, V1Grammar)])
 def test_the_processor_fits_the_version_of_the_runner(uses_v2, processor, monkeypatch, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
-
-    from rl.api.types import ImageVocabulary
 
     planned = SimpleNamespace(use_v2_model_runner=uses_v2)
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *_: planned)

@@ -6,32 +6,39 @@ computation of `rl/policies`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tiny_image_writer import expected_forced
 
 from rl.api.types import Prompt
 
 
-class StockAttention:
+def stock(folder: str | Path) -> Any:
+    """The model of a folder as transformers loads it."""
+    from transformers import AutoModelForImageTextToText, Emu3ForCausalLM
+
+    is_emu3 = "Emu3ForCausalLM" in Path(folder, "config.json").read_text()
+    loader: Any = Emu3ForCausalLM if is_emu3 else AutoModelForImageTextToText
+    return loader.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@contextmanager
+def stock_attention(language_model: Any) -> Iterator[None]:
     """Switches the policy's transformers model (with its adapters) to stock attention."""
-
-    def __init__(self, language_model: Any) -> None:
-        self._config = language_model.config
-        self._original = self._config._attn_implementation
-
-    def __enter__(self) -> None:
-        self._config._attn_implementation = "sdpa"
-
-    def __exit__(self, *_: object) -> None:
-        self._config._attn_implementation = self._original
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model.config, "_attn_implementation", "sdpa")
+        yield
 
 
 def qwen_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
     """[P + T, D] of a `Qwen2_5_VLForConditionalGeneration`."""
     ids = torch.tensor([[*prompt.token_ids, *token_ids]])
-    with StockAttention(model.model.language_model):
+    with stock_attention(model.model.language_model):
         out = model.model(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -60,12 +67,22 @@ def qwen_row(
     return (before_norm[0] if policy.setup.state_kind == "pre_norm" else states), logps
 
 
-def emu3_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
-    """[P + T, D] of an `Emu3ForCausalLM`."""
-    with StockAttention(model.model):
-        out = model.model(torch.tensor([[*prompt.token_ids, *token_ids]]), use_cache=False)
-    states: torch.Tensor = out.last_hidden_state[0]
-    return states
+def emu3_row(
+    policy: Any, prompt: Prompt, token_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for an Emu3; a picture may have another grid than the prompt."""
+    model, picture = policy.module.base_model, policy.image_vocabulary
+    ids = torch.tensor([[*prompt.token_ids, *token_ids]])
+    with stock_attention(model.model):
+        states: torch.Tensor = model.model(ids, use_cache=False).last_hidden_state[0]
+    text, codes = range(picture.visual_start), range(picture.visual_start, picture.visual_end)
+    forced_T = expected_forced(token_ids, prompt.grid, picture)
+    allowed_T = [
+        [token] if forced else codes if token in codes else text
+        for token, forced in zip(token_ids, forced_T, strict=True)
+    ]
+    temperature = policy.setup.temperature
+    return states, logprobs(states, model.lm_head.weight, token_ids, temperature, allowed_T)
 
 
 def logprobs(

@@ -56,7 +56,7 @@ def make_model(tokenizer: Any, tied: bool = False, fond_of_pictures: bool = Fals
     if fond_of_pictures:
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4.0
-            model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|image token|>"), 0] = 3.0
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|image token|>"), 0] = 2.0
     return model
 
 

@@ -1,4 +1,4 @@
-"""A tiny Emu3 that often writes pictures, and a reference for its log-probs.
+"""Prompts for pictures written as tokens, and a reference for their log-probs.
 
 `reference_logprobs` has the grammar as a list and the softmax as a loop, and shares no code with
 the engines or the policy.
@@ -6,45 +6,15 @@ the engines or the policy.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import tiny_emu3
 import torch
-from tiny_models import save
 
-from rl.api.policy import PolicySetup
 from rl.api.types import Completion, ImageVocabulary, Prompt
 
 GRIDS = [(2, 3), (1, 1), (3, 2), (4, 1)]
-EAGERNESS_NATS = 5.5
-"""Mean logit of the image token, with which it is about one token in ten."""
-
-
-@torch.no_grad()
-def save_writer_folder(folder: Path) -> str:
-    """As `tiny_emu3.save_policy_folder`, but with an image token every few tokens: all hidden
-    states share a direction, which is added to the token's row of the head."""
-    tokenizer = tiny_emu3.make_tokenizer()
-    model = tiny_emu3.make_model(tokenizer)
-    generator = torch.Generator().manual_seed(5)
-    direction = torch.randn(64, generator=generator)
-    model.model.embed_tokens.weight += 1.5 * direction / direction.norm()
-    words = torch.randint(0, 500, (4, 60), generator=generator)
-    mean = model.model(input_ids=words).last_hidden_state.mean((0, 1))
-    image = tokenizer.convert_tokens_to_ids("<|image token|>")
-    model.lm_head.weight[image] += EAGERNESS_NATS * mean / mean.dot(mean)
-    return save(folder, model, tokenizer)
-
-
-def build_policy(folder: str, lora: Any = None) -> Any:
-    """The real policy in float32, with the grammar."""
-    from rl.policies import emu3
-
-    config = emu3.Config(
-        type="emu3", model_path=folder, dtype="float32", max_prompt_tokens=64, lora=lora
-    )
-    return emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))
 
 
 def build_prompts(policy: Any) -> list[Prompt]:
@@ -55,21 +25,25 @@ def build_prompts(policy: Any) -> list[Prompt]:
     ]
 
 
-def spelt(grid: tuple[int, int], vocabulary: ImageVocabulary) -> list[int | None]:
-    """The tokens after an image token: the forced id, or None for any code."""
+def allowed_ids(
+    ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
+) -> list[Sequence[int]]:
+    """The ids from which each token of a completion is drawn; a forced token has only one."""
     height, width = grid
-    row = [None] * width + [vocabulary.end_of_row]
-    ends = [vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence]
-    return row * height + ends
+    text = range(vocabulary.visual_start)
+    codes = range(vocabulary.visual_start, vocabulary.visual_end)
+    begin = ids.index(vocabulary.image) + 1 if vocabulary.image in ids else len(ids)
+    rows = ([codes] * width + [[vocabulary.end_of_row]]) * height
+    ends = [[vocabulary.end_of_frame], [vocabulary.end_of_image]]
+    after = [*rows, *ends, *[[vocabulary.end_of_sequence]] * len(ids)]
+    return [*[text] * begin, *after[: len(ids) - begin]]
 
 
 def expected_forced(
-    ids: tuple[int, ...], grid: tuple[int, int], vocabulary: ImageVocabulary
+    ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
 ) -> tuple[bool, ...]:
     """Flags of a complete or cut completion."""
-    begin = ids.index(vocabulary.image) + 1 if vocabulary.image in ids else len(ids)
-    after = [token is not None for token in spelt(grid, vocabulary)]
-    return (False,) * begin + tuple(after[: len(ids) - begin])
+    return tuple(len(allowed) == 1 for allowed in allowed_ids(ids, grid, vocabulary))
 
 
 @torch.no_grad()
@@ -86,18 +60,15 @@ def reference_logprobs(
     ids = completion.token_ids
     logits_TV = model(torch.tensor([prompt.token_ids + ids])).logits[0, :-1].float()
     num_ids = logits_TV.shape[1]
-    begin = ids.index(vocabulary.image) + 1 if vocabulary.image in ids else len(ids)
+    allowed_T: Sequence[Sequence[int]] = [range(num_ids)] * len(ids)
+    if prompt.grid:
+        allowed_T = allowed_ids(ids, prompt.grid, vocabulary)
     logprobs = []
-    for t, row_V in enumerate(logits_TV[len(prompt.token_ids) - 1 :]):
-        allowed = list(range(num_ids))
-        if prompt.grid and t < begin:
-            allowed = list(range(vocabulary.visual_start))
-        elif prompt.grid:
-            token = spelt(prompt.grid, vocabulary)[t - begin]
-            codes = list(range(vocabulary.visual_start, vocabulary.visual_end))
-            allowed = codes if token is None else [token]
+    for token, allowed, row_V in zip(
+        ids, allowed_T, logits_TV[len(prompt.token_ids) - 1 :], strict=True
+    ):
         masked_V = torch.full((num_ids,), float("-inf"))
-        masked_V[allowed] = row_V[allowed] / temperature
+        masked_V[list(allowed)] = row_V[list(allowed)] / temperature
         probs_V, order = masked_V.softmax(-1).sort(descending=True)
         probs_V = probs_V[: top_k if top_k > 0 else num_ids]
         probs_V = probs_V / probs_V.sum()
@@ -105,5 +76,5 @@ def reference_logprobs(
         probs_V = probs_V[mass_before_V < top_p]
         probs_V = probs_V / probs_V.sum()
         kept = dict(zip(order.tolist(), probs_V.log().tolist(), strict=False))
-        logprobs.append(kept.get(ids[t], float("-inf")))
+        logprobs.append(kept.get(token, float("-inf")))
     return logprobs

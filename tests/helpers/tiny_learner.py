@@ -22,6 +22,7 @@ from rl.config.schema import RunConfig
 from rl.learner import backends
 from rl.learner.backends import StepOutcome, TorchBackend
 from rl.learner.learner import Learner
+from rl.learner.train_step import TrainStep
 from rl.policies import trained_module
 from rl.ranks.dist import Dist
 
@@ -64,31 +65,43 @@ class Graded:
     sampler_logprobs: tuple[float, ...]
     counted: bool = True
 
+    @property
+    def sequence(self) -> TrainSequence:
+        advantage, logprobs = self.advantage, self.sampler_logprobs
+        return TrainSequence(self.loss_mask, advantage, logprobs, self.counted, advantage)
+
+
+def opened(
+    learner: Learner, graded: Sequence[Graded], iteration: int = 0
+) -> tuple[TrainStep, list[list[Graded]]]:
+    """An update on these completions, which has not seen a grade yet, and its groups."""
+    groups: dict[Prompt, list[Graded]] = {}
+    for each in graded:
+        groups.setdefault(each.prompt, []).append(each)
+    ids_PG = [[each.token_ids for each in group] for group in groups.values()]
+    step = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
+    return step, list(groups.values())
+
 
 def update(
     learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
 ) -> Metrics:
     """Updates on graded completions as the loop does; `rollout`: first runs the rollout's forward,
     as when the renderer is conditioned on hidden states."""
-    groups: dict[Prompt, list[Graded]] = {}
-    for each in graded:
-        groups.setdefault(each.prompt, []).append(each)
-    ids_PG = [[each.token_ids for each in group] for group in groups.values()]
-    train_step = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
+    train_step, groups = opened(learner, graded, iteration)
     if rollout:
         for micro_batch in train_step.micro_batches:
             train_step.forward(micro_batch)
         train_step.work_ahead(lambda: True)
     if train_step.config.max_staleness:
         train_step.compute_old_logprobs()
-    for p, group in enumerate(groups.values()):
-        train_step.accumulate(p, [_sequence_of(each) for each in group])
+    for p, group in enumerate(groups):
+        train_step.accumulate(p, [each.sequence for each in group])
     return train_step.step()
 
 
-def _sequence_of(graded: Graded) -> TrainSequence:
-    loss_mask, logprobs = graded.loss_mask, graded.sampler_logprobs
-    return TrainSequence(loss_mask, graded.advantage, logprobs, graded.counted, graded.advantage)
+def merged(metrics: Metrics) -> dict[str, float]:
+    return metrics.merge([metrics.state()])
 
 
 def make_sequences(
@@ -101,30 +114,19 @@ def make_sequences(
         prompt = policy.build_prompt(tiny_qwen.sample(group, width=64 + 28 * (group % 2)))
         for _ in range(members):
             length = int(torch.randint(3, 10, (), generator=generator))
-            ids = torch.randint(10, 250, (length,), generator=generator)
-            mask = torch.rand(length, generator=generator) < 0.8
-            logprobs = -6 - torch.rand(length, generator=generator)
-            sequences.append(
-                Graded(
-                    prompt=prompt,
-                    token_ids=tuple(ids.tolist()),
-                    loss_mask=tuple(mask.tolist()),
-                    advantage=float(torch.randn((), generator=generator)),
-                    sampler_logprobs=tuple(logprobs.tolist()),
-                )
-            )
+            ids = torch.randint(10, 250, (length,), generator=generator).tolist()
+            mask = (torch.rand(length, generator=generator) < 0.8).tolist()
+            logprobs = (-6 - torch.rand(length, generator=generator)).tolist()
+            advantage = float(torch.randn((), generator=generator))
+            sequences.append(Graded(prompt, tuple(ids), tuple(mask), advantage, tuple(logprobs)))
     return sequences
 
 
 def train(
-    learner: Learner, sequences: list[Graded], start: int, stop: int
+    learner: Learner, sequences: list[Graded], start: int, stop: int, rollout: bool = False
 ) -> list[dict[str, float]]:
     """Runs iterations start..stop on the same sequences; returns this rank's merged metrics."""
-    rows = []
-    for iteration in range(start, stop):
-        metrics = update(learner, sequences, iteration)
-        rows.append(metrics.merge([metrics.state()]))
-    return rows
+    return [merged(update(learner, sequences, i, rollout)) for i in range(start, stop)]
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
@@ -189,7 +191,7 @@ def small_shards_and_chunks() -> Iterator[None]:
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
 ) -> list[Any]:
-    """What `function(dist, out, **arguments)` returns on each gloo rank; it may return tensors."""
+    """What `function(dist, **arguments)` returns on each gloo rank; it may return tensors."""
     tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 
@@ -197,6 +199,6 @@ def run_ranks(
 def _on_rank(function: Callable[..., Any], out: Path, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist = Dist.from_env("cpu")
-    torch.save(function(dist, out, **arguments), out / f"rank{dist.rank}.pt")
+    torch.save(function(dist, **arguments), out / f"rank{dist.rank}.pt")
     dist.gather(None)
     dist.close()

@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import tiny_emu3
 import tiny_qwen
+import tiny_qwen3
 import torch
 
 from rl.api.policy import Policy, PolicySetup
-from rl.api.types import PromptTemplate
-from rl.policies import emu3
-from rl.policies.qwen_vl import Qwen25VL
+from rl.policies.emu3 import Emu3
+from rl.policies.qwen_vl import Qwen3VL, Qwen25VL
 
 TEMPERATURE = 0.7
-"""Temperature in `make_qwen` and `make_emu3`."""
-LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+"""Temperature of `make`."""
+ADAPTER = {"r": 4, "alpha": 8}
+LORA = ADAPTER | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+EDITOR = {"kind": "hidden_states", "max_completion_tokens": 16, "lora": ADAPTER}
+PAINTER = {"kind": "image_tokens", "max_completion_tokens": 64}
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_5_vl": (tiny_qwen, Qwen25VL, EDITOR | {"template": tiny_qwen.TEMPLATE}),
+    "qwen3_vl": (tiny_qwen3, Qwen3VL, EDITOR | {"template": tiny_qwen3.SEVERAL}),
+    "emu3": (tiny_emu3, Emu3, PAINTER),
+}
+"""Family -> the module that saves its model, its plugin, the keys of a run with its renderer."""
 
 
-def make_qwen(
-    folder: str,
-    kind: Any = "hidden_states",
-    negative: str | None = None,
-    checkpointing: Any = False,
-    template: PromptTemplate | None = tiny_qwen.TEMPLATE,
-    seed: int = 0,
-    temperature: float = TEMPERATURE,
-    max_completion_tokens: int = 16,
-    keeps_start: bool = False,
-    **section: Any,
-) -> Qwen25VL:
-    """The policy of a run with an editor; `section`: keys of the policy's config."""
-    section = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | section
-    return Qwen25VL(
-        Qwen25VL.Config(type="qwen2_5_vl", model_path=folder, **section),
-        PolicySetup(
-            kind,
-            template=template,
-            negative_prompt=negative,
-            temperature=temperature,
-            max_completion_tokens=max_completion_tokens,
-            gradient_checkpointing=checkpointing,
-            seed=seed,
-            keeps_start=keeps_start,
-        ),
-    )
+@cache
+def saved(family: str, **options: bool) -> str:
+    """A folder with the tiny model of a family, which is written once per process."""
+    folder = Path(mkdtemp(dir=os.environ["HF_HOME"]))
+    with torch.random.fork_rng():
+        return str(FAMILIES[family][0].save_policy_folder(folder, **options))
 
 
-def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.Emu3:
-    """An Emu3 policy, fully trained unless `section` has a LoRA."""
-    return emu3.Emu3(
-        emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **section}),
-        PolicySetup(
-            "image_tokens",
-            temperature=TEMPERATURE,
-            max_completion_tokens=64,
-            gradient_checkpointing=checkpointing,
-        ),
-    )
+def make(folder: str = "qwen2_5_vl", **keys: Any) -> Any:
+    """The policy of a folder, or of a family's tiny model; `keys`: of its config or `PolicySetup`.
+    An Emu3 is fully trained unless they have a LoRA."""
+    folder = saved(folder) if folder in FAMILIES else folder
+    model_type = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    _, plugin, defaults = FAMILIES[model_type.lower().removesuffix("_text_model")]
+    keys = {"dtype": "float32", "temperature": TEMPERATURE} | defaults | keys
+    setup = {f.name: keys.pop(f.name) for f in fields(PolicySetup) if f.name in keys}
+    return plugin(plugin.Config(type="", model_path=folder, **keys), PolicySetup(**setup))
 
 
-def make_policy(folder: str, **section: Any) -> Qwen25VL:
-    """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that has an effect."""
-    policy = make_qwen(
-        folder, "text", temperature=1.0, max_completion_tokens=12, **{"lora": LORA, **section}
-    )
+def make_policy(folder: str = "qwen2_5_vl", **keys: Any) -> Any:
+    """A policy that answers in text, at temperature 1, with a LoRA that has an effect."""
+    writer = {"kind": "text", "temperature": 1.0, "max_completion_tokens": 12, "lora": LORA}
+    policy = make(folder, **writer | keys)
     randomize_lora_b(policy)
     return policy
 

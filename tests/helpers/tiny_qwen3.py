@@ -9,17 +9,17 @@ from typing import Any
 import tiny_qwen
 import torch
 from tiny_models import draw, save
-from tiny_policy import TEMPERATURE
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from rl.api.policy import PolicySetup
-from rl.api.types import PromptTemplate
-from rl.policies.qwen_vl import Qwen3VL
 from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.language import qwen_config
 
 SEVERAL = replace(
-    tiny_qwen.TEMPLATE, picture="<image{number}>{image}", between_pictures=" ", max_pictures=3
+    tiny_qwen.TEMPLATE,
+    picture="<image{number}>{image}",
+    between_pictures=" ",
+    min_pictures=0,
+    max_pictures=3,
 )
 VISION = {
     "depth": 4,
@@ -47,19 +47,3 @@ def save_policy_folder(folder: Path, tied: bool = False) -> str:
     tokenizer = tiny_qwen.make_tokenizer()
     processor = image_processor(64 * 64, 128 * 128)  # 4 to 16 image tokens per picture
     return save(folder, make_model(tokenizer, tied), tokenizer, processor)
-
-
-def make_qwen3(
-    folder: str,
-    kind: Any = "hidden_states",
-    template: PromptTemplate | None = SEVERAL,
-    section: dict[str, Any] | None = None,
-    **setup: Any,
-) -> Qwen3VL:
-    """The policy of a run with an editor; `section`: keys of the policy's config."""
-    keys = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | (section or {})
-    setup = {"temperature": TEMPERATURE, "max_completion_tokens": 16} | setup
-    return Qwen3VL(
-        Qwen3VL.Config(type="qwen3_vl", model_path=folder, **keys),
-        PolicySetup(kind, template=template, **setup),
-    )

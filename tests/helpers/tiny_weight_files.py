@@ -9,16 +9,16 @@ import torch
 ALIGNMENT_BYTES = 64
 
 
-def displace(folder: Path, past_16: int = 4) -> Path:
+def displace(folder: Path) -> Path:
     """Rewrites every safetensors file of the folder with the same tensors, so that the first one
-    begins `past_16` bytes after a multiple of 16."""
+    begins 4 bytes after a multiple of 16."""
     files = sorted(folder.rglob("*.safetensors"))
     assert files, folder
     for file in files:
         old = file.read_bytes()
         start = 8 + int.from_bytes(old[:8], "little")
         header = old[8:start].rstrip(b" ")
-        header += b" " * ((past_16 - 8 - len(header)) % 16)
+        header += b" " * (-(4 + len(header)) % 16)
         file.write_bytes(len(header).to_bytes(8, "little") + header + old[start:])
     return folder
 

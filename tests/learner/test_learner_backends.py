@@ -6,13 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import tiny_qwen
 import torch
-from tiny_ranks import run_ranks
+from tiny_learner import run_ranks
 from tiny_rounding import PRODUCT_TOL, WEIGHT_TOL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -106,10 +107,12 @@ def threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
 
 
+def batch_of(seed: int) -> Any:
+    return torch.randn(3 + seed % 3, 8, generator=torch.Generator().manual_seed(seed))
+
+
 def loss_of(backend: Backend, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    batch: Any = torch.randn(3 + seed % 3, 8, generator=generator)
-    return -backend.forward(batch).logprobs[:, seed % 5].sum()
+    return -backend.forward(batch_of(seed)).logprobs[:, seed % 5].sum()
 
 
 def weights(backend: Backend) -> dict[str, torch.Tensor]:
@@ -146,9 +149,7 @@ def test_plain_torch_equals_a_hand_written_step() -> None:
     for seeds in STEPS:
         losses = []
         for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            batch = torch.randn(3 + seed % 3, 8, generator=generator)
-            losses.append(-module(batch).logprobs[:, seed % 5].sum())
+            losses.append(-module(batch_of(seed)).logprobs[:, seed % 5].sum())
             backend.backward(loss_of(backend, seed))
         (SCALE * torch.stack(losses).sum()).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
@@ -285,10 +286,8 @@ def count_bytes() -> Counter[str]:
     return moved
 
 
-def step_on_two_ranks() -> dict[Any, Any]:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    torch.set_num_threads(1)
-    moved, dist, results = count_bytes(), Dist.from_env("cpu"), {}
+def step_on_two_ranks(dist: Dist) -> dict[Any, Any]:
+    moved, results = count_bytes(), {}
     for stage in (None, *STAGES):
         backend = make_backend(stage, dist, weight_decay=DECAY)
         assert backend.lockstep == LOCKSTEP[stage]
@@ -302,8 +301,7 @@ def step_on_two_ranks() -> dict[Any, Any]:
                 backend.backward(loss)
             moved.clear()
             norms.append(backend.step(RATE, SCALE).grad_norm)
-        arrays = {name: tensor.numpy() for name, tensor in weights(backend).items()}
-        num_bytes = moved["bytes"]
+        trained, num_bytes = weights(backend), moved["bytes"]
         # Every rank gathers the state, and a fresh backend continues from it bit for bit.
         state, kept = backend.state(keep=True), backend.state(keep=dist.is_main)
         assert kept.keys() == (state.keys() if dist.is_main else set())
@@ -313,29 +311,24 @@ def step_on_two_ranks() -> dict[Any, Any]:
             one.backward(loss_of(one, 8 + dist.rank))
             one.step(RATE, SCALE)
         assert difference(weights(again), weights(backend)) == 0
-        state = {name: tensor.numpy() for name, tensor in state.items()}
-        results[stage] = (arrays, norms, num_bytes, state)
+        results[stage] = (trained, norms, num_bytes, state)
     return results
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one_process_in_step_or_not() -> None:
+def test_two_ranks_equal_one_process_in_step_or_not(tmp_path: Path) -> None:
     """Two ranks give the numbers of one process, with weight decay, and one process can load their
     state; a backend whose ranks may be out of step needs one reduction per step."""
-    ranks = run_ranks(step_on_two_ranks, 2)
+    ranks = run_ranks(step_on_two_ranks, 2, tmp_path)
     seeds_by_step = [[s for seeds in ranks for s in seeds] for ranks in BY_RANK]
     expected, expected_norms = reference_run(seeds_by_step, DECAY)
     trained_bytes = 4 * sum(tensor.numel() for tensor in expected.values())
-    for stage, (arrays, norms, moved, state) in ranks[0].items():
-        ours, other = (
-            {name: torch.from_numpy(array) for name, array in weights_of_rank.items()}
-            for weights_of_rank in (arrays, ranks[1][stage][0])
-        )
-        assert difference(ours, other) == 0
+    for stage, (ours, norms, moved, state) in ranks[0].items():
+        assert difference(ours, ranks[1][stage][0]) == 0
         assert difference(ours, expected) <= WEIGHT_TOL
         assert norms == pytest.approx(expected_norms, rel=PRODUCT_TOL)
         alone = make_backend(None, weight_decay=DECAY)
-        alone.load({name: torch.from_numpy(array) for name, array in state.items()}, len(BY_RANK))
+        alone.load(state, len(BY_RANK))
         assert difference(weights(alone), ours) == 0
         if not LOCKSTEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage

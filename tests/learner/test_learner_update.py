@@ -7,24 +7,27 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-import tiny_qwen
 import torch
+from tiny_calls import noted_calls
 from tiny_learner import (
     NUM_ITERATIONS,
     Graded,
     gradient,
     make_config,
     make_sequences,
+    merged,
+    opened,
     relative_difference,
     run_ranks,
     snapshot,
     train,
     update,
 )
-from tiny_policy import make_policy
+from tiny_policy import make_policy, saved, trainable
 from tiny_rounding import FORWARD_TOL, GRADIENT_TOL, WEIGHT_TOL, apart
 
-from rl.api.types import Prompt, Sample, TrainSequence
+from rl.api.types import Prompt, Sample
+from rl.learner import backends
 from rl.learner.backends import TorchBackend
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import TrainStep, pack_groups, split_evenly
@@ -37,14 +40,9 @@ KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def reader(folder: str) -> Qwen25VL:
+def reader() -> Qwen25VL:
     """A policy that only builds prompts; it is not trained."""
-    return make_policy(folder)
+    return make_policy()
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +50,8 @@ def sequences(reader: Qwen25VL) -> list[Graded]:
     return make_sequences(reader)
 
 
-def make_learner(folder: str, algorithm: dict[str, Any] | None = None, **optimizer: Any) -> Learner:
-    return Learner(make_policy(folder), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
-
-
-def train_sequences(graded: list[Graded]) -> list[TrainSequence]:
-    return [TrainSequence(one.loss_mask, one.advantage, one.sampler_logprobs) for one in graded]
+def make_learner(algorithm: dict[str, Any] | None = None, **optimizer: Any) -> Learner:
+    return Learner(make_policy(), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
 
 
 # --- the gradient does not depend on the split ------------------------------------------------
@@ -68,13 +62,13 @@ def train_sequences(graded: list[Graded]) -> list[TrainSequence]:
     ["dapo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("grpo", "dr_grpo", "gspo"))],
 )
 def test_gradient_does_not_depend_on_packs_or_kept_forwards(
-    folder: str, sequences: list[Graded], loss: str
+    sequences: list[Graded], loss: str
 ) -> None:
     by_setting = {}
     # One pack; one row per pack; one group per pack with all forwards kept, or the first only.
     for budget, kept in ((10_000, 0), (1, 0), (A_GROUP, None), (A_GROUP, A_GROUP)):
         learner = make_learner(
-            folder, {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
+            {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
         )
         by_setting[budget, kept] = gradient(learner, sequences, Dist(), rollout=True)
     expected = by_setting.pop((10_000, 0))
@@ -84,19 +78,12 @@ def test_gradient_does_not_depend_on_packs_or_kept_forwards(
 
 
 def test_groups_without_loss_cost_no_backward(
-    folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch
+    sequences: list[Graded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kept forward of a pack without loss is dropped; the gradient is that of the others."""
-    learner = make_learner(folder, KL, max_tokens_per_micro_batch=A_GROUP)
+    learner = make_learner(KL, max_tokens_per_micro_batch=A_GROUP)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
-    backwards = []
-    run = TorchBackend.backward
-
-    def counted(backend: TorchBackend, loss: torch.Tensor) -> None:
-        backwards.append(loss)
-        run(backend, loss)
-
-    monkeypatch.setattr(TorchBackend, "backward", counted)
+    backwards = noted_calls(monkeypatch, TorchBackend, "backward", lambda args, *_: args)
     mixed = gradient(learner, [*muted, *sequences[6:]], Dist(), rollout=True)
     assert len(backwards) == 2
     assert relative_difference(mixed, gradient(learner, sequences[6:], Dist())) <= GRADIENT_TOL
@@ -104,11 +91,11 @@ def test_groups_without_loss_cost_no_backward(
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
-    folder: str, sequences: list[Graded], loss: str
+    sequences: list[Graded], loss: str
 ) -> None:
     """With N tokens (or completions) in groups with spread and M in groups without, the loss is
     (sum of policy terms and KL over N + sum of KL over M) / N; if N is 0, it is the KL sum / M."""
-    learner = make_learner(folder, {**KL, "loss": loss})
+    learner = make_learner({**KL, "loss": loss})
     with torch.no_grad():  # away from the reference, so that KL has a gradient
         for tensor in learner.trainable_tensors().values():
             tensor.add_(0.02 * torch.randn(tensor.shape, generator=torch.manual_seed(5)))
@@ -126,10 +113,10 @@ def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
 
 
 def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
-    folder: str, sequences: list[Graded]
+    sequences: list[Graded],
 ) -> None:
     """After noisy updates, the KL term alone pulls the policy back; without it nothing changes."""
-    learner = make_learner(folder, KL)
+    learner = make_learner(KL)
     push = [replace(s, advantage=1.0) for s in sequences[:3]]
     train(learner, push, 0, 4)
     moved = snapshot(learner)
@@ -144,15 +131,14 @@ def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
     assert logged[0]["loss/kl"] == pytest.approx(KL["kl_coeff"] * kl[0], rel=1e-4)
 
 
-def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
+def gradient_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
     """Gradients and metrics of uneven shares: 9 and 3 sequences, then 12 and 0."""
     result = {}
     for name, first in (("uneven", 9), ("one rank idle", 12)):
         policy = make_policy(folder)
         with torch.no_grad():
-            for parameter in policy.module.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.1 * dist.rank)  # ranks start with different weights
+            for parameter in trainable(policy).values():
+                parameter.add_(0.1 * dist.rank)  # ranks start with different weights
         learner = Learner(policy, make_config(KL), dist, NUM_ITERATIONS)
         sequences = make_sequences(policy)
         mine = sequences[:first] if dist.rank == 0 else sequences[first:]
@@ -166,16 +152,13 @@ def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_gradient_of_one(
-    folder: str, sequences: list[Graded], tmp_path: Path
-) -> None:
-    alone = make_learner(folder, KL)
+def test_two_ranks_give_the_gradient_of_one(sequences: list[Graded], tmp_path: Path) -> None:
+    alone = make_learner(KL)
     expected = gradient(alone, sequences, Dist())
     rows = [(s.prompt, s.token_ids) for s in sequences]
     logprobs = [x for row in alone.logprobs(rows) for x in row]
-    metrics = update(alone, sequences, 0)
-    merged = metrics.merge([metrics.state()])
-    ranks = run_ranks(gradient_on_rank, 2, tmp_path, folder=folder)
+    (metrics,) = train(alone, sequences, 0, 1)
+    ranks = run_ranks(gradient_on_rank, 2, tmp_path, folder=saved("qwen2_5_vl"))
     for name in ("uneven", "one rank idle"):
         for rank in ranks:
             assert relative_difference(rank[name], expected) <= GRADIENT_TOL
@@ -184,8 +167,8 @@ def test_two_ranks_give_the_gradient_of_one(
         # Both ranks have equal weights bit for bit, and the metrics of one process.
         assert relative_difference(*(rank[f"{name} weights"] for rank in ranks)) == 0
         shared = ranks[0][f"{name} metrics"]
-        assert shared.keys() == merged.keys()
-        for key, value in merged.items():
+        assert shared.keys() == metrics.keys()
+        for key, value in metrics.items():
             if not key.startswith("seconds/"):
                 assert shared[key] == pytest.approx(value, rel=1e-4, abs=GRADIENT_TOL), key
 
@@ -193,8 +176,8 @@ def test_two_ranks_give_the_gradient_of_one(
 # --- what an update does ----------------------------------------------------------------------
 
 
-def test_first_loss_is_the_token_mean_of_advantages(folder: str, sequences: list[Graded]) -> None:
-    learner = make_learner(folder, {"importance_correction": "none"})
+def test_first_loss_is_the_token_mean_of_advantages(sequences: list[Graded]) -> None:
+    learner = make_learner({"importance_correction": "none"})
     (logged,) = train(learner, sequences, 0, 1)
     num_tokens = sum(sum(s.loss_mask) for s in sequences)
     expected = -sum(s.advantage * sum(s.loss_mask) for s in sequences) / num_tokens
@@ -206,21 +189,19 @@ def test_first_loss_is_the_token_mean_of_advantages(folder: str, sequences: list
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_dr_grpo_divides_by_the_planned_completions(
-    folder: str, sequences: list[Graded], num_updates: int
+    sequences: list[Graded], num_updates: int
 ) -> None:
     """The divisor is 12 planned completions x 12 tokens, although one group of 3 was dropped."""
     algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
-    learner = make_learner(
-        folder, algorithm, updates_per_iteration=num_updates, learning_rate=1e-12
-    )
+    learner = make_learner(algorithm, updates_per_iteration=num_updates, learning_rate=1e-12)
     sequences = sequences[:9]
     (logged,) = train(learner, sequences, 0, 1)
     total = -sum(s.advantage * sum(s.loss_mask) for s in sequences)
     assert logged["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
 
 
-def test_mismatch_metrics_agree_with_the_log_probs(folder: str, sequences: list[Graded]) -> None:
-    learner = make_learner(folder, {"importance_correction": "token", "importance_cap": 1.5})
+def test_mismatch_metrics_agree_with_the_log_probs(sequences: list[Graded]) -> None:
+    learner = make_learner({"importance_correction": "token", "importance_cap": 1.5})
     trainer = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
     d = [
         now - sampled
@@ -243,10 +224,8 @@ def test_mismatch_metrics_agree_with_the_log_probs(folder: str, sequences: list[
     )
 
 
-def test_masked_tokens_carry_no_gradient_but_are_attended_to(
-    folder: str, sequences: list[Graded]
-) -> None:
-    learner = make_learner(folder)
+def test_masked_tokens_carry_no_gradient_but_are_attended_to(sequences: list[Graded]) -> None:
+    learner = make_learner()
     first, *_ = sequences
     mask = (True,) * (len(first.token_ids) - 1) + (False,)
     cut = replace(first, loss_mask=mask)
@@ -257,31 +236,38 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(
     assert relative_difference(start, base) > 1e-3
 
 
-@pytest.mark.parametrize("reads_states", [True, False])
+@pytest.mark.parametrize(
+    ("reads_states", "backend"),
+    [(True, "torch"), (False, "torch"), pytest.param(False, "deepspeed", marks=pytest.mark.slow)],
+)
 def test_stale_rollouts_are_corrected_by_the_ratio(
-    folder: str, sequences: list[Graded], reader: Qwen25VL, reads_states: bool
+    sequences: list[Graded],
+    reader: Qwen25VL,
+    monkeypatch: pytest.MonkeyPatch,
+    reads_states: bool,
+    backend: str,
 ) -> None:
     """With `max_staleness: 1` weights change between rollout and update. `reads_states`: the
-    rollout has forwarded its rows for the renderer."""
-    learner = make_learner(folder, max_staleness=1)
+    rollout has forwarded its rows for the renderer. DeepSpeed shards even this small model."""
+    monkeypatch.setattr(backends, "PERSISTENCE_THRESHOLD_NUMEL", 0)
+    learner = make_learner(max_staleness=1, backend=backend, zero_stage=3)
     sequences = sequences[:3]
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
-    opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
-    for micro_batch in opened.micro_batches if reads_states else ():
-        opened.forward(micro_batch)
-    opened.compute_old_logprobs()
+    step, _ = opened(learner, sequences)
+    for micro_batch in step.micro_batches if reads_states else ():
+        step.forward(micro_batch)
+    step.compute_old_logprobs()
     train(learner, make_sequences(reader, seed=1), 0, 1)
     after = learner.logprobs(rows)
-    opened.accumulate(0, train_sequences(sequences))
-    metrics = opened.step()
+    step.accumulate(0, [s.sequence for s in sequences])
+    logged = merged(step.step())
     ratios = [
         math.exp(now - then)
         for s, now_T, then_T in zip(sequences, after, before, strict=True)
         for now, then, keep in zip(now_T, then_T, s.loss_mask, strict=True)
         if keep
     ]
-    logged = metrics.merge([metrics.state()])
     assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
     assert logged["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
     assert logged["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
@@ -289,54 +275,46 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
-    folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch, sign: float
+    sequences: list[Graded], monkeypatch: pytest.MonkeyPatch, sign: float
 ) -> None:
     """`sign` -1: the loss has the wrong sign. The excess of reward is set to the advantage here."""
-    learner = make_learner(folder, learning_rate=1e-4)
+    learner = make_learner(learning_rate=1e-4)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
     backward = learner._backend.backward
     monkeypatch.setattr(learner._backend, "backward", lambda loss: backward(sign * loss))
-    metrics = update(learner, sequences, 0)
+    (logged,) = train(learner, sequences, 0, 1)
     products = [
         s.advantage * sum(b - a for a, b, keep in zip(*each, s.loss_mask, strict=True) if keep)
         for s, *each in zip(sequences, before, learner.logprobs(rows), strict=True)
     ]
-    logged = metrics.merge([metrics.state()])
     mean, error = fmean(products), stdev(products) / len(products) ** 0.5
     assert logged["policy/rise"] == pytest.approx(mean, rel=1e-3)
     assert logged["policy/rise_error"] == pytest.approx(error, rel=1e-3)
     assert sign * mean > 0
-    later = update(learner, sequences, NUM_MEASURED)
-    assert "policy/rise" not in later.merge([later.state()])
+    assert "policy/rise" not in merged(update(learner, sequences, NUM_MEASURED))
 
 
-def test_a_step_that_moves_no_log_prob_has_a_rise_of_0(
-    folder: str, sequences: list[Graded]
-) -> None:
-    metrics = update(make_learner(folder, learning_rate=1e-12), sequences, 0)
-    logged = metrics.merge([metrics.state()])
+def test_a_step_that_moves_no_log_prob_has_a_rise_of_0(sequences: list[Graded]) -> None:
+    (logged,) = train(make_learner(learning_rate=1e-12), sequences, 0, 1)
     assert logged["policy/rise"] == logged["policy/rise_error"] == 0.0
 
 
 @pytest.mark.slow
-def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[Graded]) -> None:
+def test_weights_do_not_depend_on_the_judges_speed(sequences: list[Graded]) -> None:
     """While the judge grades, no, some or all packs are computed ahead; half of the groups have no
     loss, and one more member is UNGRADED."""
 
     def weights_after(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
-        groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
-        ids_PG = [[s.token_ids for s in group] for group in groups]
-        opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
-        assert 1 < len(opened.micro_batches) < 4
+        learner = make_learner(KL, max_tokens_per_micro_batch=400)
+        step, groups = opened(learner, sequences)
+        assert 1 < len(step.micro_batches) < 4
         packs_ahead = iter(range(num_packs_ahead))
-        opened.work_ahead(lambda: next(packs_ahead, None) is not None)
-        for p, group in enumerate(groups):
-            rows = train_sequences(group)
-            opened.accumulate(p, [None] * 3 if p in (0, 3) else [rows[0], None, rows[2]])
-        metrics = opened.step()
-        logged = metrics.merge([metrics.state()])
+        step.work_ahead(lambda: next(packs_ahead, None) is not None)
+        for p, (first, _, last) in enumerate(groups):
+            graded = [first.sequence, None, last.sequence]
+            step.accumulate(p, [None] * 3 if p in (0, 3) else graded)
+        logged = merged(step.step())
         return snapshot(learner), {k: v for k, v in logged.items() if not k.startswith("seconds/")}
 
     at_once, metrics = weights_after(0)
@@ -349,39 +327,34 @@ def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[
 
 @pytest.mark.slow
 def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
-    folder: str, sequences: list[Graded]
+    sequences: list[Graded],
 ) -> None:
-    twice = make_learner(folder, KL, updates_per_iteration=2)
+    twice = make_learner(KL, updates_per_iteration=2)
     (logged,) = train(twice, sequences, 0, 1)
     assert logged["optimizer/steps"] == twice.version == 2
     assert logged["policy/ratio_max"] > 1.0001  # the second step is off-policy
 
-    by_hand = make_learner(folder, KL, max_staleness=1)
+    by_hand = make_learner(KL, max_staleness=1)
     halves = [sequences[:6], sequences[6:]]
-    opened = [open_update(by_hand, half) for half in halves]  # both use the first weights
-    for half, one in zip(halves, opened, strict=True):
-        for p in range(2):
-            one.accumulate(p, train_sequences(half[3 * p : 3 * p + 3]))
-        one.step()
+    for step, groups in [forwarded(by_hand, half) for half in halves]:  # with the first weights
+        for p, group in enumerate(groups):
+            step.accumulate(p, [s.sequence for s in group])
+        step.step()
     assert relative_difference(snapshot(twice), snapshot(by_hand)) <= WEIGHT_TOL
 
 
-def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
-    """Opens an update of two groups of three and forwards all rows."""
-    prompts = [sequences[0].prompt, sequences[3].prompt]
-    ids = [[s.token_ids for s in sequences[start : start + 3]] for start in (0, 3)]
-    opened = learner.begin(0, prompts, ids, [3, 3])
-    for micro_batch in opened.micro_batches:
-        opened.forward(micro_batch)
-    return opened
+def forwarded(learner: Learner, sequences: list[Graded]) -> tuple[TrainStep, list[list[Graded]]]:
+    """Opens an update and forwards all rows."""
+    step, groups = opened(learner, sequences)
+    for micro_batch in step.micro_batches:
+        step.forward(micro_batch)
+    return step, groups
 
 
-def test_graphs_are_kept_up_to_a_total_number_of_tokens(
-    folder: str, sequences: list[Graded]
-) -> None:
+def test_graphs_are_kept_up_to_a_total_number_of_tokens(sequences: list[Graded]) -> None:
     limit = 2 * max(len(one.prompt.token_ids) + len(one.token_ids) for one in sequences)
-    learner = make_learner(folder, max_tokens_per_micro_batch=1, max_kept_tokens=limit)
-    kept = open_update(learner, sequences)._kept
+    learner = make_learner(max_tokens_per_micro_batch=1, max_kept_tokens=limit)
+    kept = forwarded(learner, sequences[:6])[0]._kept
     assert 2 <= len(kept) < 6 and sum(one.num_tokens for one in kept) <= limit
 
 
@@ -413,8 +386,8 @@ def test_an_iteration_is_split_into_steps_by_groups() -> None:
     assert split_evenly(0, 2) == [range(0), range(0)]
 
 
-def test_an_iteration_without_tokens_takes_no_step(folder: str, sequences: list[Graded]) -> None:
-    learner = make_learner(folder, KL)
+def test_an_iteration_without_tokens_takes_no_step(sequences: list[Graded]) -> None:
+    learner = make_learner(KL)
     before = snapshot(learner)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences]
     for sequences in ([], muted):
@@ -423,8 +396,8 @@ def test_an_iteration_without_tokens_takes_no_step(folder: str, sequences: list[
     assert relative_difference(snapshot(learner), before) == 0
 
 
-def test_learning_rate_follows_the_iteration(folder: str, reader: Qwen25VL) -> None:
-    learner = make_learner(folder, warmup_iterations=2, final_lr_fraction=0.5, learning_rate=1e-3)
+def test_learning_rate_follows_the_iteration(reader: Qwen25VL) -> None:
+    learner = make_learner(warmup_iterations=2, final_lr_fraction=0.5, learning_rate=1e-3)
     sequences = make_sequences(reader, groups=1, members=2)
     rates = [logged["optimizer/learning_rate"] for logged in train(learner, sequences, 0, 3)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
@@ -433,9 +406,9 @@ def test_learning_rate_follows_the_iteration(folder: str, reader: Qwen25VL) -> N
 
 
 def test_a_non_finite_gradient_is_skipped_with_a_warning(
-    folder: str, sequences: list[Graded], caplog: pytest.LogCaptureFixture
+    sequences: list[Graded], caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner = make_learner(folder)
+    learner = make_learner()
     train(learner, sequences, 0, 1)
     before, (moments, _) = snapshot(learner), learner.state()
     poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
@@ -453,8 +426,8 @@ def test_a_non_finite_gradient_is_skipped_with_a_warning(
 
 
 @pytest.mark.parametrize("num_steps", [8, pytest.param(500, marks=pytest.mark.campaign)])
-def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: int) -> None:
-    policy = make_policy(folder)
+def test_base_weights_stay_bit_identical_over_exports(num_steps: int) -> None:
+    policy = make_policy()
     learner, module = Learner(policy, make_config(), Dist(), NUM_ITERATIONS), policy.module
     frozen = {n: p.detach().clone() for n, p in module.named_parameters() if not p.requires_grad}
     sequence = make_sequences(policy, groups=1, members=1)
@@ -467,8 +440,8 @@ def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: in
         assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
 
 
-def test_a_loaded_state_continues_bit_for_bit(folder: str, sequences: list[Graded]) -> None:
-    uninterrupted, resumed = make_learner(folder), make_learner(folder)
+def test_a_loaded_state_continues_bit_for_bit(sequences: list[Graded]) -> None:
+    uninterrupted, resumed = make_learner(), make_learner()
     train(uninterrupted, sequences, 0, 2)
     resumed.load_state(*uninterrupted.state())
     for learner in (uninterrupted, resumed):  # Adam's bias correction needs the number of steps
@@ -477,8 +450,8 @@ def test_a_loaded_state_continues_bit_for_bit(folder: str, sequences: list[Grade
     assert resumed.version == uninterrupted.version == 3
 
 
-def test_the_state_of_another_policy_is_refused(folder: str) -> None:
-    learner = make_learner(folder)
+def test_the_state_of_another_policy_is_refused() -> None:
+    learner = make_learner()
     tensors, meta = learner.state()
     wider = {name: torch.zeros(*t.shape[:-1], t.shape[-1] + 1) for name, t in tensors.items()}
     with pytest.raises(ValueError, match="another shape"):
@@ -487,8 +460,8 @@ def test_the_state_of_another_policy_is_refused(folder: str) -> None:
         learner.load_state(dict(list(tensors.items())[1:]), meta)
 
 
-def test_log_probs_do_not_depend_on_the_batch(folder: str, sequences: list[Graded]) -> None:
-    learner = make_learner(folder, max_tokens_per_micro_batch=10_000)
+def test_log_probs_do_not_depend_on_the_batch(sequences: list[Graded]) -> None:
+    learner = make_learner(max_tokens_per_micro_batch=10_000)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     together = learner.logprobs(rows)
     assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]

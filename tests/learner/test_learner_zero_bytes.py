@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tiny_policy
-import tiny_qwen
 from tiny_learner import NUM_ITERATIONS, make_config, make_sequences, run_ranks, update
 
 from rl.check.memory_plan import PolicyModel, Sizes, plan
@@ -22,7 +21,7 @@ PADDING = 0.02
 """Partitions are padded to equal lengths."""
 
 
-def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
+def measured(dist: Dist, folder: str, stage: int) -> dict[str, int]:
     """The number of trained parameters of a bfloat16 policy without LoRA, and the bytes of this
     rank after an iteration: of optimizer state (float32 weights and moments), and of weights."""
     backends.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model
@@ -31,13 +30,9 @@ def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
     learner = Learner(policy, config, dist, NUM_ITERATIONS)
     update(learner, make_sequences(policy), 0)
     backend: Any = learner._backend
-    moments = [
-        tensor
-        for parts in backend._adamw.state.values()
-        for tensor in parts.values()
-        if tensor.numel() > 1
-    ]
-    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    tensors = [t for parts in backend._adamw.state.values() for t in parts.values()]
+    moments = [tensor for tensor in tensors if tensor.numel() > 1]
+    parameters = tiny_policy.trainable(policy).values()
     return {
         "num_trained": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "state_bytes": sum(t.nbytes for t in (*moments, *backend._flat_masters())),
@@ -47,8 +42,9 @@ def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_rank_holds_the_bytes_of_the_plan(tmp_path: Path, stage: int) -> None:
-    folder = tiny_qwen.save_policy_folder(tmp_path / "policy")
-    for rank in run_ranks(measured, NUM_RANKS, tmp_path, folder=folder, stage=stage):
+    for rank in run_ranks(
+        measured, NUM_RANKS, tmp_path, folder=tiny_policy.saved("qwen2_5_vl"), stage=stage
+    ):
         gb = planned_gb(rank["num_trained"], stage)
         assert rank["state_bytes"] == pytest.approx(gb["optimizer state"] * 1e9, rel=PADDING)
         assert rank["weight_bytes"] == pytest.approx(gb["policy weights"] * 1e9, rel=PADDING)

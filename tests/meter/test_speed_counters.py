@@ -14,6 +14,7 @@ import pytest
 import tiny_loop
 import torch
 from PIL import Image
+from tiny_calls import calls_of, noted_calls, pictures_read
 from tiny_faulty_judge import Fault, FaultyJudge, quick_config
 from tiny_rewards import make
 
@@ -35,48 +36,19 @@ pytestmark = pytest.mark.slow
 
 def rows_of_calls(module: torch.nn.Module) -> list[int]:
     """A list that receives the batch size of every later call of `module`."""
-    rows: list[int] = []
-
-    def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows.append(len(args[0] if args else next(iter(kwargs.values()))))
-
-    module.register_forward_pre_hook(note, with_kwargs=True)
-    return rows
-
-
-def grids_of_calls(tower: torch.nn.Module) -> list[int]:
-    """A list that receives the number of pictures of every later call of a vision tower."""
-    rows: list[int] = []
-    tower.register_forward_pre_hook(
-        lambda _, args, kwargs: rows.append(len(kwargs["grid_thw"])), with_kwargs=True
+    return calls_of(
+        module, lambda args, kwargs, _: len(args[0] if args else next(iter(kwargs.values())))
     )
-    return rows
 
 
-def pictures_prepared(processor: Any) -> list[int]:
-    """A list that receives the number of pictures of every later call of an image processor."""
-    pictures: list[int] = []
-    prepare = processor.preprocess
-
-    def counted(images: Sequence[Image.Image], *args: Any, **kwargs: Any) -> Any:
-        pictures.append(len(images))
-        return prepare(images, *args, **kwargs)
-
-    processor.preprocess = counted
-    return pictures
-
-
-def negative_prompts(policy: Any) -> list[Any]:
-    """A list that receives every negative prompt that the policy builds from now on."""
-    prompts: list[Any] = []
-    build = policy.prompts.with_instruction
-
-    def recording_build(*arguments: Any) -> Any:
-        prompts.append(build(*arguments))
-        return prompts[-1]
-
-    policy.prompts.with_instruction = recording_build
-    return prompts
+def counted(run: Run, patch: pytest.MonkeyPatch) -> tuple[list[int], list[int], list[Any]]:
+    """Lists that receive the number of pictures of every later call of the policy's image processor
+    and of its tower, and every negative prompt that it builds."""
+    policy: Any = run.context.policy
+    processor = policy.prompts.image_processor
+    prepared = noted_calls(patch, processor, "preprocess", lambda args, *_: len(args[0]))
+    negative = noted_calls(patch, policy.prompts, "with_instruction", lambda *call: call)
+    return prepared, pictures_read(policy), negative
 
 
 # --- the judge ---------------------------------------------------------------------------------
@@ -113,15 +85,8 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     plugin: type[Reward[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part that a group shares comes first, byte for byte, so that the judge can cache it."""
-    encoded: Counter[bytes] = Counter()
-    save = Image.Image.save
-
-    def counted(image: Image.Image, *arguments: Any, **options: Any) -> None:
-        encoded[image.tobytes()] += 1
-        save(image, *arguments, **options)
-
     png_bytes.cache.clear()
-    monkeypatch.setattr(Image.Image, "save", counted)
+    encoded = noted_calls(monkeypatch, Image.Image, "save", lambda args, *_: args[0].tobytes())
     pictures = [noise_picture(seed) for seed in range(4)]
     with FaultyJudge(after=REPLY) as judge:
         ask_about_group(plugin, judge, pictures)
@@ -134,7 +99,7 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     last_parts = Counter(str(content[-1]) for content in contents)
     assert set(last_parts.values()) == {JUDGED[plugin]} and len(last_parts) == len(pictures)
     num_shared_pictures = 0 if plugin is VieScoreT2I else 1  # the source, or the reference
-    assert len(encoded) == len(pictures) + num_shared_pictures and set(encoded.values()) == {1}
+    assert len(set(encoded)) == len(encoded) == len(pictures) + num_shared_pictures
 
 
 # --- whole iterations --------------------------------------------------------------------------
@@ -184,10 +149,8 @@ def num_distinct(rollout: Rollout) -> int:
         for episodes, baseline in zip(rollout.episodes, rollout.bare_episodes, strict=True)
     ]
     assert all(len(arms_G) >= 4 for arms_G in arms_PG)
-    return sum(
-        len({arm.completion.token_ids for arm in arms_G if arm.image is not None})
-        for arms_G in arms_PG
-    )
+    drawn_PG = [{a.completion.token_ids for a in arms if a.image is not None} for arms in arms_PG]
+    return sum(map(len, drawn_PG))
 
 
 def num_asked(run: Run) -> int:
@@ -196,15 +159,14 @@ def num_asked(run: Run) -> int:
     return int(line["judge/requests"] + line["judge/reused_replies"])
 
 
-def test_an_iteration_of_the_editor_reads_and_encodes_each_source_once(tmp_path: Path) -> None:
+def test_an_iteration_of_the_editor_reads_and_encodes_each_source_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With guidance, each of the two sources is read by the policy once and encoded once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
-        policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         parts = loop.parts
-        prepared = pictures_prepared(policy.prompts.image_processor)
-        read = grids_of_calls(policy.module.base_model.model.visual)
-        negative = negative_prompts(policy)
+        prepared, read, negative = counted(run, monkeypatch)
         encoded = rows_of_calls(parts.vae.encoder)
         denoised = rows_of_calls(parts.transformer.transformer_blocks[0].attn.to_q)
         decoded = rows_of_calls(parts.vae.decoder)
@@ -215,19 +177,18 @@ def test_an_iteration_of_the_editor_reads_and_encodes_each_source_once(tmp_path:
         assert num_asked(run) == 2 * num_pictures
 
 
-def test_an_evaluation_of_the_editor_reads_and_encodes_each_source_once(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_editor_reads_and_encodes_each_source_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each source is read and encoded once, with guidance, for eight renderings: the policy's
     words, the user's, the reference ones, two of the stock arm, and three again: the policy's words
     alone, and both through the forward of training. The negative prompt is read twice:
     with token types, and without them for the arm that gives none."""
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
-        policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         run.sync_engine()
-        prepared = pictures_prepared(policy.prompts.image_processor)
-        read = grids_of_calls(policy.module.base_model.model.visual)
-        negative = negative_prompts(policy)
+        prepared, read, negative = counted(run, monkeypatch)
         encoded = rows_of_calls(loop.parts.vae.encoder)
         decoded = rows_of_calls(loop.parts.vae.decoder)
         run.evaluate_if_due(0)

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_policy
 import tiny_qwen
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_calls import noted_calls
 from tiny_messages import holds
+from tiny_policy import make, saved, trainable
+from tiny_rows import logprobs
 
 from rl.model_files import fingerprint
 from rl.policies.qwen_vl import Qwen25VL
@@ -39,34 +41,24 @@ def test_the_fingerprint_changes_exactly_when_the_weights_change(
 
 
 def test_a_fingerprint_copies_8_bytes_per_tensor_to_the_host(monkeypatch) -> None:
-    num_bytes: list[int] = []
-    to_host = torch.Tensor.cpu
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        num_bytes.append(tensor.numel() * tensor.element_size())
-        return to_host(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    num_bytes = noted_calls(monkeypatch, torch.Tensor, "cpu", lambda args, *_: args[0].nbytes)
     large = torch.zeros(2049, 2048, dtype=torch.bfloat16)
     fingerprint({"a": torch.zeros(8, 128), "b": large})
     assert num_bytes == [8 + 8]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.mark.parametrize(
     "wrong", ["q_porj", "proj_q", "proj|q_proj", "language_model", "(", "lora", "qkv"]
 )
-def test_a_target_that_names_no_layer_is_refused_before_a_model_is_loaded(
-    folder: str, wrong: str
-) -> None:
+def test_a_target_that_names_no_layer_is_refused_before_a_model_is_loaded(wrong: str) -> None:
     """`qkv` names layers of the vision tower only, which is frozen."""
 
     def problems(names: list[str], **keys: Any) -> list[str]:
-        section = {"type": "qwen2_5_vl", "model_path": folder, "lora": {"target_modules": names}}
+        section = {
+            "type": "qwen2_5_vl",
+            "model_path": saved("qwen2_5_vl"),
+            "lora": {"target_modules": names},
+        }
         config = Qwen25VL.Config.model_validate(section | keys)
         return Qwen25VL.problems(config, None)
 
@@ -77,28 +69,18 @@ def test_a_target_that_names_no_layer_is_refused_before_a_model_is_loaded(
 
 
 def test_a_target_name_shared_with_a_convolution_adapts_the_linear_layer_only(
-    folder: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """`proj` names both `attn.proj` and the convolution `patch_embed.proj`."""
-    lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "proj"]}
-    policy = tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
-    names = [name for name in tiny_policy.trainable(policy) if "visual" in name]
+    keys = {"lora": {"target_modules": ["q_proj", "proj"]}, "freeze_vision_tower": False}
+    policy = make(**keys)
+    names = [name for name in trainable(policy) if "visual" in name]
     assert names and all(".attn.proj." in name for name in names)
-    tensors = {n: p.detach() for n, p in tiny_policy.trainable(policy).items()}
-    policy.save_pretrained(str(tmp_path), tensors)
-    again = tiny_policy.make_qwen(
-        folder, lora=lora, freeze_vision_tower=False, adapter_path=str(tmp_path)
-    )
-    assert tiny_policy.trainable(again).keys() == tensors.keys()
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    again = make(**keys, adapter_path=str(tmp_path))
+    assert trainable(again).keys() == trainable(policy).keys()
     prompt = again.build_prompt(tiny_qwen.sample(0))
-    assert again.module(again.collate([(prompt, (5, 6))])).logprobs.isfinite().all()
-
-
-def save_adapter(folder: str, to: Path) -> Path:
-    policy = tiny_policy.make_qwen(folder)
-    tensors = {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
-    policy.save_pretrained(str(to), tensors)
-    return to / "adapter_model.safetensors"
+    assert logprobs(again, [(prompt, (5, 6))]).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -113,11 +95,13 @@ def save_adapter(folder: str, to: Path) -> Path:
     ids=["other layers", "more tensors", "fewer tensors", "other width", "no tensors"],
 )
 def test_an_adapter_whose_tensors_do_not_match_the_layers_is_refused(
-    folder: str, tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], figures: str
+    tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], figures: str
 ) -> None:
-    file = save_adapter(folder, tmp_path)
+    policy = make()
+    policy.save_pretrained(str(tmp_path), trainable(policy))
+    file = tmp_path / "adapter_model.safetensors"
     changed = [change(name, tensor) for name, tensor in load_file(file).items()]
     tensors = {n: t.contiguous().clone() for part in changed for n, t in part.items()}
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^policy\.adapter_path: .* does not fit: .*{figures}"):
-        tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+        make(adapter_path=str(tmp_path))

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny_emu3
+import tiny_policy
 
 from rl.api.image_grammar import forced_tokens
-from rl.api.policy import PolicySetup
 from rl.api.types import Sample
 from rl.policies import emu3
 from rl.policies.emu3 import Emu3Prompts, find_vocabulary
@@ -125,18 +125,6 @@ def read(tokenizer, text: str):
     return prompts.action(prompt, ids)
 
 
-def test_codes_are_read_from_a_completion(tokenizer):
-    action = read(tokenizer, "".join([*PICTURE[1:], EOS]))
-    assert action.failure is None and action.text == "[image 2x3]"
-    assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
-
-
-def test_words_around_a_picture_are_kept(tokenizer):
-    action = read(tokenizer, "".join([" a sky of 2*3 ", *PICTURE, " done", EOS]))
-    assert action.text == "a sky of 2*3 [image 2x3] done"
-    assert np.array_equal(action.payload, CODES)
-
-
 ROW = visual(1) + visual(2) + visual(3)
 
 
@@ -162,10 +150,22 @@ def test_a_completion_without_a_valid_picture_fails_with_the_reason(tokenizer, t
     assert action.failure.startswith(failure), action.failure
 
 
-@pytest.mark.parametrize("tail", ["", EOL, EOL + EOF, EOL + EOF + END])
-def test_a_picture_cut_off_after_its_last_code_is_complete(tokenizer, tail):
-    action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail)
-    assert action.failure is None and action.payload.shape == (2, 3)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("".join([*PICTURE[1:], EOS]), "[image 2x3]"),
+        ("".join([" a sky of 2*3 ", *PICTURE, " done", EOS]), "a sky of 2*3 [image 2x3] done"),
+        *(
+            ("".join(PICTURE[:12]) + tail, "[image 2x3]")
+            for tail in ("", EOL, EOL + EOF, EOL + EOF + END)
+        ),
+    ],
+)
+def test_codes_are_read_from_a_completion(tokenizer, text, words):
+    """Words around a picture are kept; one that is cut off after its last code is complete."""
+    action = read(tokenizer, text)
+    assert action.failure is None and action.text == words
+    assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
 
 
 # Tokenizers
@@ -234,12 +234,10 @@ def test_rope_scaling_of_a_published_config_is_kept(tmp_path, key):
     assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 
 
-def test_a_sample_whose_picture_exceeds_the_completion_is_refused(tmp_path):
+def test_a_sample_whose_picture_exceeds_the_completion_is_refused():
     """7 rows of 7 codes take 1 + 3 ('7*7') + 1 + 7 x 8 + 2 + 1 (stop) tokens; the first is in the
     prefill, so 63 of 64 are used and an eighth row does not fit."""
-    folder = tiny_emu3.save_policy_folder(tmp_path)
-    config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
-    policy = emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))
+    policy = tiny_policy.make("emu3")
     assert policy.build_prompt(tiny_emu3.sample(0, height=7, width=7)).grid == (7, 7)
     with pytest.raises(ValueError, match=r"8 x 7 codes.* 71 tokens.*max_completion_tokens = 64"):
         policy.build_prompt(tiny_emu3.sample(0, height=8, width=7))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_calls import calls_of
 from tiny_rounding import FORWARD_TOL
 
 from rl.policies.trained_module import sliced_logprobs, token_logprobs
@@ -18,31 +19,34 @@ def _inputs(dtype: torch.dtype = torch.float32):
     return hidden, head, allowed[torch.randint(len(allowed), (NUM_TOKENS,))]
 
 
-def _plain(hidden, head, ids, temperature):
-    """(log-probs, entropy) in float64 from one softmax without the banned columns."""
-    keep = [i for i in range(VOCAB) if i not in BANNED.tolist()]
-    logits = (hidden.double() @ head.weight.double().T)[:, keep] / temperature
-    logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
-    columns = torch.tensor([keep.index(i) for i in ids.tolist()])
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, columns[:, None])[:, 0], entropy
+def _assert_plain(ours, hidden, head, ids, temperature, outside) -> None:
+    """Compares (log-probs, entropy) and gradients with one float64 softmax. `outside`: [N, V] bool,
+    the ids that a token is not drawn from."""
+    logits = hidden.double() @ head.weight.double().T / temperature
+    expected = logits.masked_fill(outside, float("-inf")).log_softmax(-1)
+    chosen = expected.gather(-1, ids[:, None])[:, 0]
+    logprobs, entropy = ours
+    assert (logprobs - chosen).abs().max() < 1e-6
+    assert (entropy - torch.special.entr(expected.exp()).sum(-1)).abs().max() < 1e-6
+    assert not entropy.requires_grad
+    weights = torch.randn(len(ids))
+    gradients, expected_gradients = (
+        torch.autograd.grad((values * weights).sum(), [hidden, head.weight])
+        for values in (logprobs, chosen)
+    )
+    for a, b in zip(gradients, expected_gradients, strict=True):
+        assert (a - b).abs().max() < FORWARD_TOL
+
+
+IS_BANNED = torch.isin(torch.arange(VOCAB), BANNED)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("logits_per_chunk", [1, 4 * VOCAB, 10**6])
 def test_equal_to_the_plain_softmax_in_value_and_gradient(temperature, logits_per_chunk):
     hidden, head, ids = _inputs()
-    weights = torch.randn(NUM_TOKENS)
-    logprobs, entropy = token_logprobs(hidden, head, ids, temperature, BANNED, logits_per_chunk)
-    ours = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
-
-    expected, expected_entropy = _plain(hidden, head, ids, temperature)
-    theirs = torch.autograd.grad((expected * weights).sum(), [hidden, head.weight])
-    assert (logprobs - expected).abs().max() < 1e-6
-    assert (entropy - expected_entropy).abs().max() < 1e-6
-    assert not entropy.requires_grad
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < FORWARD_TOL
+    ours = token_logprobs(hidden, head, ids, temperature, BANNED, logits_per_chunk)
+    _assert_plain(ours, hidden, head, ids, temperature, IS_BANNED)
 
 
 class SlicedLinear(torch.nn.Linear):
@@ -53,40 +57,17 @@ class SlicedLinear(torch.nn.Linear):
 def test_each_slice_has_its_own_softmax_in_value_and_gradient(monkeypatch):
     """Slices are ids 0 to 29 and 30 to 44; 45 and above never occur; three tokens per chunk."""
     monkeypatch.setattr(token_logprobs, "__defaults__", (3 * 15,))
-    torch.manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
+    hidden, _, _ = _inputs()
     head = SlicedLinear(WIDTH, VOCAB, bias=False)
     ids = torch.tensor([0, 44, 29, 30, 7, 31, 32, 1, 40, 2, 3, 35, 4])
-    logprobs, entropy = sliced_logprobs(hidden, head, ids, 0.7, (0, 30, 45))
-    weights = torch.randn(NUM_TOKENS)
-    ours = torch.autograd.grad((logprobs * weights).sum(), [hidden, head.weight])
-
-    logits = hidden.double() @ head.weight.double().T / 0.7
+    ours = sliced_logprobs(hidden, head, ids, 0.7, (0, 30, 45))
     outside = torch.tensor([[(v < 30) != (i < 30) or v >= 45 for v in range(VOCAB)] for i in ids])
-    expected = logits.masked_fill(outside, float("-inf")).log_softmax(-1)
-    chosen = expected.gather(-1, ids[:, None])[:, 0]
-    theirs = torch.autograd.grad((chosen * weights).sum(), [hidden, head.weight])
-    assert (logprobs - chosen).abs().max() < 1e-6
-    assert (entropy - torch.special.entr(expected.exp()).sum(-1)).abs().max() < 1e-6
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < FORWARD_TOL
+    _assert_plain(ours, hidden, head, ids, 0.7, outside)
 
 
-def test_log_probs_and_entropy_of_a_hand_computed_example():
-    """Logits 0, ln 2, ln 5 and a banned one: softmax 1/8, 2/8, 5/8."""
-    head = torch.nn.Linear(1, 4, bias=False)
-    head.weight.data = torch.tensor([[0.0], [2.0], [5.0], [1e6]]).log().nan_to_num(neginf=0.0)
-    hidden = torch.ones(2, 1)
-    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([1, 2]), 1.0, torch.tensor([3]))
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([2 / 8, 5 / 8]))
-    eighths = torch.tensor([1 / 8, 2 / 8, 5 / 8])
-    torch.testing.assert_close(entropy[0], -(eighths * eighths.log()).sum())
-
-
-def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch):
+def test_only_one_chunk_of_logits_exists_at_a_time():
     hidden, head, ids = _inputs()
-    rows = []
-    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
+    rows = calls_of(head, lambda _args, _kwargs, output: len(output))
     token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)[0].sum().backward()
     assert max(rows) == 4
     assert sum(rows) == 2 * NUM_TOKENS, "the backward computes each chunk again"
@@ -123,11 +104,7 @@ def test_a_sharded_head_is_called_equally_often_on_every_rank(monkeypatch, shard
     hidden, head, ids = _inputs()
     if sharded:
         head.weight.ds_id = 0
-    rows = []
-    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
-    logprobs, _ = token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)
-    gradient = torch.autograd.grad(logprobs.sum(), hidden)[0]
+    rows = calls_of(head, lambda _args, _kwargs, output: len(output))
+    ours = token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)
+    _assert_plain(ours, hidden, head, ids, 1.0, IS_BANNED)
     assert len(rows) == 2 * calls, "the backward gathers as often as the forward"
-    expected = _plain(hidden, head, ids, 1.0)[0]
-    assert (logprobs - expected).abs().max() < 1e-6
-    assert (gradient - torch.autograd.grad(expected.sum(), hidden)[0]).abs().max() < 1e-5

@@ -94,22 +94,28 @@ def dense(query, key, value) -> torch.Tensor:
     return (probs @ value).transpose(1, 2)
 
 
-def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal):
-    """The documented result of `torch.nn.attention.varlen`: the causal mask is bottom-right."""
-    assert starts_q.dtype == starts_k.dtype == torch.int32
-    assert int(starts_q[-1]) == len(query) and int(starts_k[-1]) == len(key) == len(value)
-    assert max_q == starts_q.diff().max() and max_k == starts_k.diff().max()
+def runs(query, key, value, starts_q, starts_k, is_causal):
+    """For each run: its slices of queries and keys, its values and scores, [H, Q, K]; the causal
+    mask is bottom-right."""
     share = query.shape[1] // key.shape[1]
-    out, lse = torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
     for run in range(len(starts_q) - 1):
-        q = slice(*starts_q[run : run + 2])
-        k = slice(*starts_k[run : run + 2])
+        q, k = (slice(*starts[run : run + 2]) for starts in (starts_q, starts_k))
         keys, values = (x[k].repeat_interleave(share, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[q], keys) / query.shape[-1] ** 0.5
         if is_causal:
             num_q, num_k = scores.shape[1:]
             late = torch.arange(num_k) > torch.arange(num_q)[:, None] + num_k - num_q
             scores = scores.masked_fill(late, float("-inf"))
+        yield q, k, keys, values, scores
+
+
+def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal):
+    """The documented result of `torch.nn.attention.varlen`."""
+    assert starts_q.dtype == starts_k.dtype == torch.int32
+    assert int(starts_q[-1]) == len(query) and int(starts_k[-1]) == len(key) == len(value)
+    assert max_q == starts_q.diff().max() and max_k == starts_k.diff().max()
+    out, lse = torch.zeros_like(query), torch.zeros(query.shape[1], len(query))
+    for q, _, _, values, scores in runs(query, key, value, starts_q, starts_k, is_causal):
         lse[:, q] = scores.logsumexp(-1)
         out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return out, lse, torch.zeros(2)
@@ -119,26 +125,16 @@ def slow_varlen_backward(
     grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, is_causal, state
 ):
     """Uses the given `out` and `lse`, as the flash kernel does: probabilities may not sum to 1."""
-    share = query.shape[1] // key.shape[1]
     grads = [torch.zeros_like(x) for x in (query, key, value)]
-    for run in range(len(starts_q) - 1):
-        q = slice(*starts_q[run : run + 2])
-        k = slice(*starts_k[run : run + 2])
-        keys, values = (x[k].repeat_interleave(share, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query[q], keys) / query.shape[-1] ** 0.5
-        if is_causal:
-            assert scores.shape[1] == scores.shape[2]
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1) > 0, float("-inf"))
+    for q, k, keys, values, scores in runs(query, key, value, starts_q, starts_k, is_causal):
         probs = (scores - lse[:, q, None]).exp()
         inner = (grad[q] * out[q]).sum(-1).T[..., None]
         by_probs = torch.einsum("qhd,khd->hqk", grad[q], values)
         by_scores = probs * (by_probs - inner) / query.shape[-1] ** 0.5
         grads[0][q] = torch.einsum("hqk,khd->qhd", by_scores, keys)
-        for grad_k, part in (
-            (grads[1], torch.einsum("hqk,qhd->khd", by_scores, query[q])),
-            (grads[2], torch.einsum("hqk,qhd->khd", probs, grad[q])),
-        ):
-            grad_k[k] = part.unflatten(1, (-1, share)).sum(2)
+        for grad_k, by, rows in ((grads[1], by_scores, query), (grads[2], probs, grad)):
+            part = torch.einsum("hqk,qhd->khd", by, rows[q])
+            grad_k[k] = part.unflatten(1, (key.shape[1], -1)).sum(2)
     return tuple(grads)
 
 

@@ -13,18 +13,13 @@ from tiny_rounding import GRADIENT_TOL
 from rl.policies import attention
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-
-
-def gradients(folder: str, **section: Any) -> dict[str, torch.Tensor]:
-    policy = tiny_policy.make_policy(folder, **section)
+def gradients(**section: Any) -> dict[str, torch.Tensor]:
+    policy = tiny_policy.make_policy(**section)
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     policy.module.train()
     outputs = policy.module(policy.collate([(prompt, list(range(10, 30))), (prompt, [7, 8, 9])]))
     (outputs.logprobs.sum() + outputs.hidden.float().square().sum()).backward()
-    return {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
+    return {n: p.grad for n, p in tiny_policy.trainable(policy).items()}
 
 
 ADAPTED = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
@@ -33,13 +28,13 @@ ADAPTED = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("lora", [None, ADAPTED, ADAPTED | {"dropout": 0.5}])
 def test_recomputing_changes_no_gradient_beyond_rounding(
-    folder: str, monkeypatch: pytest.MonkeyPatch, dtype: str, lora: dict[str, Any] | None
+    monkeypatch: pytest.MonkeyPatch, dtype: str, lora: dict[str, Any] | None
 ) -> None:
     torch.manual_seed(0)  # for the dropout
-    recomputed = gradients(folder, dtype=dtype, lora=lora)
+    recomputed = gradients(dtype=dtype, lora=lora)
     monkeypatch.setattr(attention, "spare_activations", lambda model, checkpointing: None)
     torch.manual_seed(0)
-    plain = gradients(folder, dtype=dtype, lora=lora)
+    plain = gradients(dtype=dtype, lora=lora)
     assert recomputed.keys() == plain.keys() and len(plain) > 10
     # Another dropout mask would differ by 1; rounding every product to bfloat16 differs by 0.1.
     bound = GRADIENT_TOL if dtype == "float32" else 0.3

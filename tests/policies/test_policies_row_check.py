@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,7 +110,7 @@ def test_a_row_passes_exactly_if_its_prompt_is_built(folders: dict[Any, str], ca
     assert num_built > 20 and num_refused > 8
 
 
-def test_without_the_models_files_only_what_is_certain_is_said(tmp_path: Path) -> None:
+def test_without_the_models_files_only_what_is_certain_is_said() -> None:
     config = Config(type="", model_path="nobody/nothing", max_prompt_tokens=120)
     sample = Sample("one", "paint it " * 3)
     check = QwenRowCheck(config, None, slot_px=28)

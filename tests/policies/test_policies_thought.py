@@ -10,12 +10,12 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_act import act, act_group
-from tiny_policy import LORA, make_qwen, randomize_lora_b
+from tiny_policy import make, make_policy
 from tiny_rounding import FORWARD_TOL, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Action, Row, UnusableSampleError
+from rl.api.types import Row, UnusableSampleError
 from rl.learner.train_step import shared_filler
 from rl.policies import prompting
 from rl.policies import qwen_vl_prompts as thought
@@ -40,14 +40,9 @@ def with_markers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def writer(folder: str) -> Qwen25VL:
+def writer() -> Qwen25VL:
     """A policy that writes a thought and then words, for a renderer that reads words."""
-    return make_qwen(folder, "text", thought=THINK)
+    return make(kind="text", thought=THINK)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -146,12 +141,10 @@ def test_a_token_of_white_space_and_part_of_a_letter_is_split(tokenizer: Any) ->
         ("Re\u0301ponse:", "'R\u00e9ponse:'"),
     ],
 )
-def test_a_marker_that_decodes_to_other_text_is_refused(
-    folder: str, marker: str, read_back: str
-) -> None:
+def test_a_marker_that_decodes_to_other_text_is_refused(marker: str, read_back: str) -> None:
     """Such a marker would be found in no text, so every completion would fail."""
     with pytest.raises(ValueError, match=r"policy\.thought\.marker: .* is read back as ") as raised:
-        make_qwen(folder, "text", thought={"marker": marker})
+        make(kind="text", thought={"marker": marker})
     assert read_back in str(raised.value) and "Answer:" in str(raised.value)
 
 
@@ -187,20 +180,19 @@ def test_words_that_share_a_token_with_the_marker_are_tokenized_again(tokenizer:
         ("red it is", {}, "unfinished thought: cut off at 7 tokens without '</think>'"),
         ("red</think> \n<|im_end|>", {}, "empty: no words behind the thought"),
         ("<|im_end|>", {}, "empty: the completion holds no words"),
+        ("<|im_end|>", {"without_marker": "words"}, thought.NO_WORDS),
     ],
 )
 def test_a_completion_without_words_has_a_reason(
     tokenizer: Any, text: str, section: dict[str, Any], failure: str
 ) -> None:
-    written = read(tokenizer, text, **section)
-    assert written.failure is not None and written.failure.startswith(failure)
+    assert str(read(tokenizer, text, **section).failure).startswith(failure)
 
 
 def test_without_marker_words_accepts_completions_without_a_marker(tokenizer: Any) -> None:
     written = read(tokenizer, "red it is<|im_end|>", without_marker="words")
     assert (written.thought, written.words, written.failure) == ("", "red it is", None)
     assert written.num_thought_tokens == 0
-    assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
 
 
 def test_instructions_never_become_special_or_added_tokens(with_markers: Any) -> None:
@@ -222,19 +214,17 @@ def test_instructions_never_become_special_or_added_tokens(with_markers: Any) ->
     assert prompting.plain_ids(with_markers, "no tags here") == plain, "tokenized as usual"
 
 
-def test_the_prompt_asks_for_a_thought_and_the_plain_prompt_does_not(
-    writer: Qwen25VL, folder: str
-) -> None:
+def test_the_prompt_asks_for_a_thought_and_the_plain_prompt_does_not(writer: Qwen25VL) -> None:
     sample = tiny_qwen.sample(0, "make it </think> blue")
     prompt = writer.build_prompt(sample)
-    plain = make_qwen(folder, "text").build_prompt(sample)
+    plain = make(kind="text").build_prompt(sample)
     assert prompt.plain.token_ids == plain.token_ids and plain.plain is plain
     decode = writer.prompts.tokenizer.decode
     request = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
     assert request in decode(prompt.token_ids) and "Think" not in decode(plain.token_ids)
     assert prompt.images is prompt.plain.images, "the picture is processed once"
     num_tokens = len(prompt.token_ids)
-    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=num_tokens - 1)
+    narrow = make(kind="text", thought=THINK, max_prompt_tokens=num_tokens - 1)
     with pytest.raises(UnusableSampleError, match=r"policy\.thought\.instruction"):
         narrow.build_prompt(sample)
 
@@ -261,15 +251,10 @@ PLAIN_WORDS = ("blue", "red square")
 
 
 @pytest.fixture(scope="module")
-def policies(folder: str) -> dict[str, Qwen25VL]:
+def policies() -> dict[str, Qwen25VL]:
     """Policies for an editor, without and with thoughts."""
-    policies = {
-        "plain": make_qwen(folder, lora=LORA),
-        "words": make_qwen(folder, lora=LORA, thought=THINK),
-    }
-    for policy in policies.values():
-        randomize_lora_b(policy)
-    return policies
+    editor = {"kind": "hidden_states", "temperature": 0.7, "max_completion_tokens": 16}
+    return {"plain": make_policy(**editor), "words": make_policy(**editor, thought=THINK)}
 
 
 def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
@@ -282,12 +267,12 @@ def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
 
 @pytest.mark.parametrize("conditioning", ["policy", "base"])
 def test_states_of_the_words_equal_those_of_a_policy_without_thoughts(
-    folder: str, policies: dict[str, Qwen25VL], conditioning: str
+    policies: dict[str, Qwen25VL], conditioning: str
 ) -> None:
     plain, policy = policies["plain"], policies["words"]
     if conditioning == "base":
-        plain = make_qwen(folder, conditioning="base")
-        policy = make_qwen(folder, conditioning="base", thought=THINK)
+        plain = make(conditioning="base")
+        policy = make(conditioning="base", thought=THINK)
     rows = [row for i in range(2) for row in thought_rows(policy, i)]
     actions = act(policy, rows)
     for i in range(2):
@@ -299,12 +284,7 @@ def test_states_of_the_words_equal_those_of_a_policy_without_thoughts(
         prompt = plain.build_prompt(tiny_qwen.sample(i))
         expected_G = act_group(plain, prompt, [plain.encode_completion(w) for w in PLAIN_WORDS])
         for action, expected in zip((one, other), expected_G, strict=True):
-            assert_equal_states(action, expected)
-
-
-def assert_equal_states(action: Action, expected: Action) -> None:
-    """Asserts that the states are equal up to rounding."""
-    assert apart(action.payload.embeds, expected.payload.embeds) <= FORWARD_TOL
+            assert apart(action.payload.embeds, expected.payload.embeds) <= FORWARD_TOL
 
 
 def test_the_stock_arm_does_not_ask_for_a_thought(policies: dict[str, Qwen25VL]) -> None:
@@ -316,7 +296,7 @@ def test_the_stock_arm_does_not_ask_for_a_thought(policies: dict[str, Qwen25VL])
         [action] = act(policy, [(prompt, completion.token_ids)])
         expected_prompt, expected = plain_arms[arm]
         [stock] = act(plain, [(expected_prompt, expected.token_ids)])
-        assert_equal_states(action, stock)
+        assert apart(action.payload.embeds, stock.payload.embeds) <= FORWARD_TOL
 
 
 def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Qwen25VL]) -> None:
@@ -342,7 +322,7 @@ def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Q
         assert torch.equal(ours.input_ids, expected.input_ids)
         assert len(ours.model_inputs["pictures"]) == len(expected.model_inputs["pictures"]) == 1
     with torch.no_grad():
-        batch = policy.collate_states([sent])
-        states = policy.module(batch).hidden
-        again = policy.module(policy.collate_states([own_row])).hidden
+        states, again = (
+            policy.module(policy.collate_states([row])).hidden for row in (sent, own_row)
+        )
     assert apart(states, again) <= FORWARD_TOL

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import tiny_editor
 import tiny_loop
+import tiny_policy
 import tiny_qwen
 import torch
 from brightness_reward import Brightness
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from PIL import Image
 from tiny_act import act_group
-from tiny_policy import make_qwen, move
+from tiny_policy import move
 from tiny_rounding import PRODUCT_TOL
 from tiny_run import Writes, episode, run_config
 
@@ -92,7 +93,7 @@ def make_context(
     }
     config = QwenImageEdit.Config(**keys)
     template = QwenImageEdit.prompt_template(config)
-    policy = make_qwen(models["policy"], negative=" ", template=template, **section)
+    policy = tiny_policy.make(models["policy"], negative_prompt=" ", template=template, **section)
     resources = Resources(None, "cpu")
     renderer, reward = Drawing(config, resources), Picky(PluginConfig(), resources)
     run = run_config(renderer=keys)
@@ -253,7 +254,7 @@ def test_the_stock_arm_is_measured_only_before_the_first_step(
 
 
 def test_the_stock_arm_of_a_text_policy_is_the_users_words(models: dict[str, str]) -> None:
-    policy = make_qwen(models["policy"], kind="text")
+    policy = tiny_policy.make(models["policy"], kind="text")
     prompt = policy.build_prompt(SAMPLES[0])
     assert policy.stock_arms(prompt) == {
         "stock": (prompt, policy.pass_through_completion(SAMPLES[0]))

@@ -15,6 +15,7 @@ import pytest
 import tiny_editor
 import tiny_emu3
 import tiny_loop
+import tiny_policy
 import tiny_qwen
 import tiny_qwen3
 import torch
@@ -239,7 +240,7 @@ def test_a_qwen3_adapter_is_merged_into_a_qwen3_model(tmp_path: Path) -> None:
 
     base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=True)
     section = {**SECTION, "type": "qwen3_vl", "model_path": base}
-    policy = tiny_qwen3.make_qwen3(base, "text", template=None)
+    policy = tiny_policy.make(base, kind="text", template=None)
     move_from_zero(policy.module)
     run = checkpoint(tmp_path, policy, section)
     export.main([str(run), str(tmp_path / "merged")])
