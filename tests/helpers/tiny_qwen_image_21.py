@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline
 from PIL import Image
 from tiny_models import draw
-from tiny_pictures import as_floats, make_picture
+from tiny_pictures import make_picture
 from transformers import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
@@ -121,17 +121,20 @@ def stock_pipeline(parts: StockParts) -> Any:
     return pipeline
 
 
-def render_stock(
-    parts: StockParts, words: str, sources: Sequence[Image.Image], seed: int, **more: Any
-) -> torch.Tensor:
-    """[1, 4, H, W] in 0..1: the stock pipeline's picture of one prompt."""
-    return stock_pipeline(parts)(
-        words,
-        image=list(sources) or None,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="pt",
-        **{"num_inference_steps": 4, "output_resolution": SIDE_PX, **more},
-    ).images
+def render_stock(parts: StockParts, jobs: Sequence[RenderJob], **more: Any) -> torch.Tensor:
+    """[B, 4, H, W] in 0..1: the stock pipeline's pictures, drawn one by one, because its own
+    batches differ by 0.4."""
+    pictures = [
+        stock_pipeline(parts)(
+            job.sample.instruction,
+            image=list(job.sample.sources) or None,
+            generator=torch.Generator().manual_seed(job.noise_seed),
+            output_type="pt",
+            **{"num_inference_steps": 4, "output_resolution": SIDE_PX, **more},
+        ).images
+        for job in jobs
+    ]
+    return torch.cat(pictures)
 
 
 @torch.no_grad()
@@ -196,19 +199,13 @@ def make_group(
     ]
 
 
-def make_job(words: str, sources: Sequence[Image.Image], seed: int) -> RenderJob:
-    [job] = make_group([words], sources, seed)
+def make_job(words: str = WORDS[0], sources: Sequence[Image.Image] = ()) -> RenderJob:
+    [job] = make_group([words], sources, 3)
     return job
 
 
 def make_renderer(parts: EditorParts, **changes: object) -> QwenImage21Loop:
     return QwenImage21Loop(Config(**{**TINY, **changes}), parts)
-
-
-def render_floats(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
-    """[B, 4, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(renderer.config, job) for job in jobs}
-    return as_floats(renderer.render_tensor(jobs, bucket))
 
 
 def references(number: int) -> list[Image.Image]:
