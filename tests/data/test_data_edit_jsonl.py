@@ -108,12 +108,9 @@ def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, c
     assert kept == [["edits.jsonl:2"], 1]
 
 
-def test_picture_headers_are_checked_at_start(folder):
-    (folder / "fake.jpg").write_text("<html>404</html>")
-    rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
-    assert holds(complaint(edits, folder, rows), "row 1: source picture ... PNG or JPEG")
-    small = complaint(edits, folder, rows, RowRules("error", 500))
-    assert holds(small, "row 2: ... 640x427 px ... 8 to 500 px")
+def test_picture_sizes_are_checked_at_start(folder):
+    message = complaint(edits, folder, [GOOD], RowRules("error", 500))
+    assert holds(message, "row 1: ... 640x427 px ... 8 to 500 px")
 
 
 def test_damaged_pictures_are_found_at_start(folder):

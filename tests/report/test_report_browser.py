@@ -77,9 +77,6 @@ class Tab:
     def texts(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in self.find(selector).all_text_contents()]
 
-    def evaluate(self, script: str) -> Any:
-        return self.page.evaluate(script)
-
 
 @pytest.fixture
 def open_tab(browser: Any, folder: Path) -> Iterator[Callable[..., Tab]]:
@@ -125,8 +122,8 @@ def test_every_view_is_accessible_and_fits_the_window(
         violations = axe.run(tab.page).response["violations"]
         bad = [(v["id"], v["nodes"][0]["html"]) for v in violations if v["impact"] in LEVELS]
         assert bad == [], view
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width, view
-    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, view
+    background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, background[4:-1].split(","))) < 60) == (scheme == "dark")
 
 
@@ -145,7 +142,7 @@ def test_hostile_text_is_shown_literally(tab: Tab) -> None:
     tab.go("#settings", "tbody tr")
     assert any(evil in text for text in tab.texts("td"))
     kinds = "[...document.querySelectorAll('bdi, .t')].map(e => getComputedStyle(e).unicodeBidi)"
-    assert set(tab.evaluate(kinds)) == {"isolate"}
+    assert set(tab.page.evaluate(kinds)) == {"isolate"}
 
 
 def test_the_overview_shows_the_first_sample_before_and_after(tab: Tab) -> None:
@@ -321,7 +318,7 @@ def test_keys_navigate_the_page(tab: Tab) -> None:
         ("ArrowRight", f"{focused}.textContent.startsWith('held-out 1')"),
         ("k", f"{focused}.textContent.startsWith('held-out 0')"),
     )
-    assert tab.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
+    assert tab.page.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
     press(("Enter", "document.querySelector('.across .pic')"))
     assert "#eval=4&id=s0" in tab.page.url
     press(
@@ -357,4 +354,4 @@ def test_the_page_that_compares_runs_fits(
     tab = open_tab("compare.html", scheme=scheme, width=width)
     tab.page.goto(tab.url)
     script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert tab.evaluate(script) == 0
+    assert tab.page.evaluate(script) == 0
