@@ -67,8 +67,8 @@ def unchanged(scene: Scene, task: Task) -> Image.Image:
 
 
 def wrong_colour(scene: Scene, task: Task) -> Image.Image:
-    right = (task.op.paint, scene.find(task.op.shape).colour)
-    colour = random.choice([c for c in COLOURS if c not in right])
+    avoided = (task.op.paint, scene.find(task.op.shape).colour)
+    colour = random.choice([c for c in COLOURS if c not in avoided])
     return draw(apply(scene, Op(task.op.shape, colour)))
 
 
