@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,33 +32,46 @@ FAST = 0.05
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Name of a system -> its run folder, made when it is first asked for."""
-    folders: dict[str, Path] = {}
 
+    @cache
     def run_of(system: str) -> Path:
-        if system not in folders:
-            folder = tmp_path_factory.mktemp(system)
-            config = tiny_loop.shortened(system, folder, "transformers")
-            if system == "quickstart":
-                config["optimizer"]["learning_rate"] = FAST
-            tiny_loop.run_forked(tiny_loop.write_config(folder, config))
-            folders[system] = folder / "tiny"
-        return folders[system]
+        folder = tmp_path_factory.mktemp(system)
+        config = tiny_loop.shortened(system, folder, "transformers")
+        if system == "quickstart":
+            config["optimizer"]["learning_rate"] = FAST
+        tiny_loop.run_forked(tiny_loop.write_config(folder, config))
+        return folder / "tiny"
 
     return run_of
 
 
-def held_out(run: Path, iteration: int = 3) -> tuple[Path, list[dict[str, Any]]]:
+@pytest.fixture
+def run(runs: Any) -> Path:
+    return runs("quickstart")
+
+
+def held_out(run: Path, iteration: int = 3) -> list[dict[str, Any]]:
+    """The records of an evaluation, with whole paths."""
     folder = run / "evaluation" / f"it_{iteration:06d}"
-    return folder, tiny_loop.rows_of(folder / "records.jsonl")
+    rows = tiny_loop.rows_of(folder / "records.jsonl")
+    for row in rows:
+        for key in ("source_file", "image_file", "bare_file"):
+            row[key] = folder / row[key] if row.get(key) else None
+    return rows
+
+
+def sources_of(run: Path) -> list[Path]:
+    return [row["source_file"] for row in held_out(run)]
+
+
+def levels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image, dtype=int)
 
 
 def edit_again(run: Path, checkpoint: str = "latest", **options: Any) -> list[EditResult]:
     """Edits the run's held-out samples again, with their ids and the run's seed."""
-    folder, records = held_out(run)
-    files = [folder / row["source_file"] if row["source_file"] else None for row in records]
     requests = [
-        EditRequest(row["instruction"], file, id=row["id"])
-        for row, file in zip(records, files, strict=True)
+        EditRequest(row["instruction"], row["source_file"], id=row["id"]) for row in held_out(run)
     ]
     with Editor.from_run(run, checkpoint, device="cpu") as editor:
         seed = json.loads((run / "config.json").read_text())["seed"]
@@ -65,10 +81,7 @@ def edit_again(run: Path, checkpoint: str = "latest", **options: Any) -> list[Ed
 @pytest.mark.parametrize("system", ["quickstart", "tiny_prompts", "tiny_reasoning"])
 def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
     run = runs(system)
-    folder, records = held_out(run)
-    file = run / "stock" / "rewards.jsonl"
-    stock = {row["id"]: row["files"] for row in tiny_loop.rows_of(file)} if file.is_file() else {}
-    results = edit_again(run, variants=True)
+    records, results = held_out(run), edit_again(run, variants=True)
     assert len(results) == len(records) == 3
     for result, row in zip(results, records, strict=True):
         assert result.failure is None
@@ -76,31 +89,34 @@ def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
         if system == "tiny_reasoning":
             assert result.image is None
             continue
-        assert_same_picture(result.image, Image.open(folder / row["image_file"]))
-        assert_same_picture(result.variants[OWN_WORDS].image, Image.open(folder / row["bare_file"]))
-        if system == "quickstart":
-            expected = Image.open(file.parent / stock[row["id"]]["stock"])
-            assert_same_picture(result.variants[STOCK].image, expected)
-            untrained_folder, untrained = held_out(run, iteration=0)
-            [before] = [old for old in untrained if old["id"] == row["id"]]
-            assert result.variants[UNTRAINED].words == before["completion"]
-            untrained_picture = Image.open(untrained_folder / before["image_file"])
-            assert_same_picture(result.variants[UNTRAINED].image, untrained_picture)
-        else:
-            assert STOCK not in result.variants, "it would be the user's own words again"
+        drawn = result.variants
+        assert_same_picture(result.image, Image.open(row["image_file"]))
+        assert_same_picture(drawn[OWN_WORDS].image, Image.open(row["bare_file"]))
+        if system == "tiny_prompts":
+            assert STOCK not in drawn, "it would be the user's own words again"
+            continue
+        [stock] = [
+            old["files"]["stock"]
+            for old in tiny_loop.rows_of(run / "stock/rewards.jsonl")
+            if old["id"] == row["id"]
+        ]
+        assert_same_picture(drawn[STOCK].image, Image.open(run / "stock" / stock))
+        [before] = [old for old in held_out(run, iteration=0) if old["id"] == row["id"]]
+        assert drawn[UNTRAINED].words == before["completion"]
+        assert_same_picture(drawn[UNTRAINED].image, Image.open(before["image_file"]))
 
 
-def test_files_with_completions_or_replies_are_private(runs: Any) -> None:
-    run = runs("quickstart")
+def test_files_with_completions_or_replies_are_private(run: Path) -> None:
     records = [row for file in run.rglob("records.jsonl") for row in tiny_loop.rows_of(file)]
     texts = [text for row in records for replies in row["replies"].values() for text in replies]
     texts += [row["completion"] for row in records]
     raw = [json.dumps(text)[1:-1].encode() for text in texts if text]
     files = [p for p in run.rglob("*") if p.is_file() and any(s in p.read_bytes() for s in raw)]
-    assert {path.relative_to(run).parts[0] for path in files} >= {"evaluation", "judge"}
-    for path in files:
-        inside = [path, *(folder for folder in path.parents if folder.is_relative_to(run / ""))]
-        assert any(parent.stat().st_mode & 0o77 == 0 for parent in inside if parent != run), path
+    paths = [path.relative_to(run) for path in files]
+    assert {path.parts[0] for path in paths} >= {"evaluation", "judge"}
+    for path in paths:
+        inside = [path, *path.parents][:-1]
+        assert any((run / part).stat().st_mode & 0o77 == 0 for part in inside), path
 
 
 def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
@@ -116,19 +132,16 @@ def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
     assert result.image is not None and result.image.size in ((64, 48), (80, 48))
 
 
-def test_the_chosen_checkpoint_is_used(runs: Any) -> None:
-    run = runs("quickstart")
+def test_the_chosen_checkpoint_is_used(run: Path) -> None:
     drawn = {name: edit_again(run, name)[0].image for name in ("latest", "3", "best", "2")}
     assert_same_picture(drawn["3"], drawn["latest"])
     assert_same_picture(drawn["best"], drawn["latest"])  # the only one with a held-out evaluation
-    earlier, latest = (np.asarray(drawn[name], dtype=int) for name in ("2", "latest"))
-    assert np.abs(earlier - latest).max() > 5
+    assert np.abs(levels(drawn["2"]) - levels(drawn["latest"])).max() > 5
 
 
-def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
-    folder, records = held_out(runs("quickstart"))
-    sources = [folder / row["source_file"] for row in records]
-    with Editor.from_run(runs("quickstart"), device="cpu") as editor:
+def test_a_result_depends_only_on_request_and_seed(run: Path) -> None:
+    sources = sources_of(run)
+    with Editor.from_run(run, device="cpu") as editor:
         requests = [EditRequest("erase the square", source) for source in sources]
         together = list(editor.edit_stream(requests))
         alone = [editor.edit(source, "erase the square") for source in sources]
@@ -139,79 +152,72 @@ def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
         assert one.words == separate.words
         assert_same_picture(one.image, separate.image)
     assert reseeded.noise_seed != alone[0].noise_seed
-    picture, default = (np.asarray(result.image, dtype=int) for result in (reseeded, alone[0]))
-    assert np.abs(picture - default).max() > 5
+    assert np.abs(levels(reseeded.image) - levels(alone[0].image)).max() > 5
     assert special.failure is None and special.image is not None
 
 
-def test_an_unusable_request_affects_no_other(runs: Any, tmp_path: Path) -> None:
-    folder, records = held_out(runs("quickstart"))
-    source = folder / records[0]["source_file"]
-    broken = tmp_path / "broken.png"
+def test_an_unusable_request_affects_no_other(run: Path, tmp_path: Path) -> None:
+    source, broken = sources_of(run)[0], tmp_path / "broken.png"
     broken.write_bytes(source.read_bytes()[:200])
-    requests = [
-        EditRequest("erase it", broken),
-        EditRequest("erase it", source),
-        EditRequest("erase it"),
-        EditRequest("word " * 500, source),
-        EditRequest("  ", source),
-    ]
-    with Editor.from_run(runs("quickstart"), device="cpu") as editor:
-        results = list(editor.edit_stream(requests, batch_size=2))
+    expected = {
+        EditRequest("erase it", broken): "corrupt or truncated",
+        EditRequest("erase it", source): None,
+        EditRequest("erase it"): "give one with",
+        EditRequest("word " * 500, source): "max_prompt_tokens",
+        EditRequest("  ", source): "is empty",
+    }
+    with Editor.from_run(run, device="cpu") as editor:
+        results = list(editor.edit_stream(expected, batch_size=2))
         with pytest.raises(ValueError, match="is corrupt or truncated"):
             editor.edit(broken, "erase it")
         with pytest.raises(ValueError, match="batch_size is 0"):
-            editor.edit_stream(requests, batch_size=0)
-    failures = [result.failure or "" for result in results]
-    reasons = ("corrupt or truncated", "", "give one with", "max_prompt_tokens", "is empty")
-    for failure, expected in zip(failures, reasons, strict=True):
-        assert (expected in failure) if expected else not failure
-    assert [result.image is not None for result in results] == [False, True, False, False, False]
+            editor.edit_stream(expected, batch_size=0)
+    for result, failure in zip(results, expected.values(), strict=True):
+        assert (result.image is None) == (failure is not None)
+        assert (failure or "None") in str(result.failure)
 
 
 def test_the_command_writes_its_files_and_overwrites_none(
-    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
-    photograph = tmp_path / "my photo <b>.png"
-    photograph.write_bytes((folder / records[0]["source_file"]).read_bytes())
-    command = ["--run", str(run), "--out", str(tmp_path / "edits"), "--device", "cpu"]
-    arguments = [str(photograph), "paint the square red\x1b[2J"]
+    photograph, edits = tmp_path / "my photo <b>.png", tmp_path / "edits"
+    shutil.copyfile(sources_of(run)[0], photograph)
+    instruction = "paint the square red\x1b[2J"
+    command = ["--run", str(run), "--out", str(edits), "--device", "cpu"]
     for _ in range(2):
-        assert edit.main([*command, *arguments]) == 0
+        assert edit.main([*command, str(photograph), instruction]) == 0
     out = capsys.readouterr().out
-    note = json.loads((tmp_path / "edits" / "my-photo-b-2.json").read_text())
+    note = json.loads((edits / "my-photo-b-2.json").read_text())
     assert f"words:   {note['words']}" in out
     assert "\\x1b[2J" in out and "\x1b" not in out
-    stems = ("my-photo-b", "my-photo-b-2")
-    drawn = ("before", "bare", "stock", "sheet")
+    stems, drawn = ("my-photo-b", "my-photo-b-2"), ("before", "bare", "stock", "sheet")
     ends = (".json", ".png", *(f"_{name}.png" for name in drawn))
     expected = {f"{stem}{end}" for stem in stems for end in ends}
-    assert {file.name for file in (tmp_path / "edits").iterdir()} == expected
-    assert note["instruction"] == arguments[1] and note["image"] == arguments[0]
+    assert {file.name for file in edits.iterdir()} == expected
+    assert note["instruction"] == instruction and note["image"] == str(photograph)
     assert note["run"]["checkpoint"] == "step_000003"
     assert note["run"]["held_out_reward"] == tiny_loop.metrics_of(run)[3]["eval/reward"]
     assert set(note["beside"]) == {OWN_WORDS, UNTRAINED, STOCK}
     named = {name: f"my-photo-b-2_{name}.png" for name in drawn}
     assert note["files"] == {"picture": "my-photo-b-2.png", **named}
-    assert Image.open(tmp_path / "edits" / named["sheet"]).size == (5 * 64 + 4 * 4, 64)
-    first, second = (Image.open(tmp_path / "edits" / f"{stem}.png") for stem in stems)
-    assert_same_picture(first, second)
+    assert Image.open(edits / named["sheet"]).size == (5 * 64 + 4 * 4, 64)
+    assert_same_picture(*(Image.open(edits / f"{stem}.png") for stem in stems))
 
 
 def test_the_command_edits_a_folder_or_a_file_of_edits(
-    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
     photos, out = tmp_path / "photos", tmp_path / "out"
     photos.mkdir()
-    source = (folder / records[0]["source_file"]).read_bytes()
-    (photos / "a.png").write_bytes(source)
-    (photos / "b.png").write_bytes(source[:100])
-    (photos / "notes.txt").write_text("no picture")
-    (photos / "edits.jsonl").write_text(
-        json.dumps({"image": "a.png", "instruction": "erase the square"}) + "\n"
-    )
+    source = sources_of(run)[0].read_bytes()
+    row = json.dumps({"image": "a.png", "instruction": "erase the square"}) + "\n"
+    for name, content in (
+        ("a.png", source),
+        ("b.png", source[:100]),
+        ("notes.txt", b"no picture"),
+        ("edits.jsonl", row.encode()),
+    ):
+        (photos / name).write_bytes(content)
     command = ["--run", str(run), "--out", str(out), "--device", "cpu", "--only-edit"]
     assert edit.main([*command, str(photos), "erase the square"]) == 1
     assert "b.png is corrupt or truncated" in capsys.readouterr().out
@@ -221,24 +227,26 @@ def test_the_command_edits_a_folder_or_a_file_of_edits(
     assert json.loads((out / "b.json").read_text())["failure"]
 
 
-def test_only_words_equal_the_words_of_a_whole_edit(
-    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for system in ("quickstart", "tiny_prompts"):
-        run = runs(system)
-        folder, records = held_out(run)
-        picture = records[0]["source_file"]
-        pictures = [str(folder / picture)] if picture else []
-        command = ["--device", "cpu", *pictures, records[0]["instruction"]]
-        out = tmp_path / system
-        assert edit.main(["--run", str(run), "--only-edit", "--out", str(out), *command]) == 0
-        model = run / "checkpoints" / "step_000003" / "model"
-        enhance = ["--only-words", "--adapter", str(model), "--out", str(out / "words")]
-        assert edit.main([*enhance, *command]) == 0
-        [whole] = out.glob("*.json")
-        note, other = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
-        assert other["words"] == note["words"] and other["failure"] is None
-        assert [file.name for file in (out / "words").iterdir()] == [whole.name]
+@pytest.mark.parametrize("system", ["quickstart", "tiny_prompts"])
+def test_only_words_equal_the_words_of_a_whole_edit(runs: Any, tmp_path: Path, system: str) -> None:
+    run = runs(system)
+    row = held_out(run)[0]
+    pictures = [str(row["source_file"])] if row["source_file"] else []
+    model = run / "checkpoints/step_000003/model"
+    notes = []
+    for name, options in (
+        ("whole", ["--run", str(run), "--only-edit"]),
+        ("words", ["--only-words", "--adapter", str(model)]),
+    ):
+        command = [*options, "--out", str(tmp_path / name), "--device", "cpu", *pictures]
+        assert edit.main([*command, row["instruction"]]) == 0
+        notes += (tmp_path / name).glob("*.json")
+    whole, words = (json.loads(file.read_text()) for file in notes)
+    assert words["words"] == whole["words"] and words["failure"] is None
+    assert list((tmp_path / "words").iterdir()) == notes[1:]
+
+
+def test_a_system_that_draws_without_words_has_none(runs: Any, tmp_path: Path) -> None:
     earl = ["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"]
     assert "picture itself, not words" in refusal(edit.main, earl)
 
@@ -268,18 +276,17 @@ WRONG = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_a_wrong_argument_is_explained(
-    runs: Any, tmp_path: Path, monkeypatch: Any, arguments: list[str], message: str
+    run: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    picture = tmp_path / "a.png"
+    picture, text = tmp_path / "a.png", tmp_path / "b.png"
     Image.new("RGB", (64, 64)).save(picture)
-    (text := tmp_path / "b.png").write_text("no picture")
-    files = {"{}": picture, "{file}": picture, "{text}": text}
-    filled = [str(files.get(word, word)) for word in arguments]
-    command = [*filled, "red"] if "{}" in arguments else filled
-    run = [] if "--run" in command else ["--run", str(runs("quickstart"))]
-    with monkeypatch.context() as patch:  # no wrong argument may cost the time of loading
-        patch.setattr(Editor, "__init__", None)
-        assert re.search(message, refusal(edit.main, [*run, *command]))
+    text.write_text("no picture")
+    files = {"{}": [picture, "red"], "{file}": [picture], "{text}": [text]}
+    command = [str(part) for word in arguments for part in files.get(word, [word])]
+    if "--run" not in command:
+        command = ["--run", str(run), *command]
+    with patch.object(Editor, "__init__", None):  # no wrong argument may cost the time of loading
+        assert re.search(message, refusal(edit.main, command))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a":' * 900 + b"1" + b"}" * 900])
@@ -291,9 +298,7 @@ def test_a_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
         Editor.from_run(tmp_path, "1")
 
 
-def test_steps_and_size_reach_the_renderer(runs: Any, tmp_path: Path) -> None:
-    run = runs("quickstart")
-
+def test_steps_and_size_reach_the_renderer(run: Path, tmp_path: Path) -> None:
     def used_config(run: Path, **options: Any) -> RunConfig:
         return config_for_use(load_trained(run), device="cpu", **options)[0]
 

@@ -24,21 +24,24 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
     model = tmp_path / "checkpoints/step_000001/model"
     (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
     evil = {"type": "evilplugin.Draws"}
-    for key in ("renderer", "policy", "engine", "rewards", "algorithm"):
-        value = {"rewards": {"a": evil}, "algorithm": {"loss": "evilplugin.loss"}}.get(key, evil)
+    sections = {
+        "policy": evil,
+        "engine": evil,
+        "rewards": {"a": evil},
+        "algorithm": {"loss": "evilplugin.loss"},
+        "renderer": evil,
+    }
+    options = {"policy": "--policy evilplugin.Draws", "renderer": "--set renderer.type"}
+    for key, value in sections.items():
         values = run_config().model_dump(mode="json") | {key: value}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        refusals = [_refusal(run) for run in (tmp_path, model)]
-        if key in ("renderer", "policy"):
-            option = "--policy evilplugin.Draws" if key == "policy" else f"--set {key}.type"
-            expected = f"{key}.type ... evilplugin.Draws ... {option}"
-            assert all(holds(message, expected) for message in refusals), refusals
+        for run in (tmp_path, model):
+            refusal = _refusal(run)
+            if key in options:
+                assert holds(refusal, f"{key}.type ... evilplugin.Draws ... {options[key]}")
         assert not (tmp_path / "ran").exists(), key
-    values = run_config().model_dump(mode="json") | {"renderer": evil}
-    (tmp_path / "config.json").write_text(json.dumps(values))
     # Named by the user, the file is imported from the working folder, as in training.
-    refusal = _refusal(tmp_path, ["renderer.type=evilplugin.Draws"])
-    assert "evilplugin" in refusal
+    assert "evilplugin" in _refusal(tmp_path, ["renderer.type=evilplugin.Draws"])
     assert (tmp_path / "ran").exists()
 
 

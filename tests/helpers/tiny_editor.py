@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_models import draw
-from tiny_pictures import as_floats, make_picture
+from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL
+from torch.nn.utils.rnn import pad_sequence
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.renderers.qwen_image_edit import QwenImageEdit
@@ -83,50 +84,43 @@ def stock_pipeline(
     return pipeline
 
 
-def use_small_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the stock pipelines resize sources to 64^2 px instead of 1024^2, for speed."""
-    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-        original = module.calculate_dimensions
-        monkeypatch.setattr(
-            module,
-            "calculate_dimensions",
-            lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
-        )
-
-
 def render_stock(
     stock: StockParts,
     jobs: Sequence[RenderJob],
     pipeline_class: type = QwenImageEditPipeline,
+    area_px: int = SMALL_AREA_PX,
     **arguments: object,
 ) -> torch.Tensor:
     """[B, 3, H, W] in 0..1: pictures of the stock pipeline with noise of the jobs' seeds. Jobs of
-    one source, or a single job of several."""
+    one source, or a single job of several; sources are resized to `area_px`, for speed less than
+    stock's 1024^2."""
     embeds, mask = pad_states([job.payload.embeds for job in jobs])
     if arguments.get("true_cfg_scale", 1.0) > 1:
         negatives = pad_states([job.payload.negative_embeds for job in jobs])
         arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
-    pictures: torch.Tensor = stock_pipeline(stock, pipeline_class)(
-        image=[source for job in jobs for source in job.sample.sources],
-        prompt_embeds=embeds,
-        prompt_embeds_mask=mask,
-        generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
-        output_type="pt",
-        **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
-    ).images
+    module = sys.modules[pipeline_class.__module__]
+    size_of = module.calculate_dimensions
+    with patch.object(module, "calculate_dimensions", lambda _, ratio: size_of(area_px, ratio)):
+        pictures: torch.Tensor = stock_pipeline(stock, pipeline_class)(
+            image=[source for job in jobs for source in job.sample.sources],
+            prompt_embeds=embeds.to(stock.transformer.dtype),
+            prompt_embeds_mask=mask,
+            generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
+            output_type="pt",
+            **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
+        ).images
     return pictures
 
 
 def make_states(seed: int, length: int) -> torch.Tensor:
     """[length, STATE_DIM] float32."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(length, STATE_DIM, generator=generator)
+    return torch.randn(length, STATE_DIM, generator=torch.Generator().manual_seed(seed))
 
 
 def make_job(
     source: Image.Image | None,
     length: int,
-    noise_seed: int,
+    noise_seed: int = 0,
     *,
     states_seed: int = 0,
     negative_length: int | None = None,
@@ -138,36 +132,20 @@ def make_job(
 
 
 def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads by plain loops, independently of the renderer's padding."""
-    longest = max(len(states) for states in states_B)
-    padded = torch.zeros(len(states_B), longest, STATE_DIM)
-    mask = torch.zeros(len(states_B), longest, dtype=torch.long)
-    for row, states in enumerate(states_B):
-        padded[row, : len(states)] = states
-        mask[row, : len(states)] = 1
-    return padded, mask
+    """[B, L, STATE_DIM] and its mask [B, L]; the renderer pads nothing."""
+    masks = [torch.ones(len(states), dtype=torch.long) for states in states_B]
+    return pad_sequence(list(states_B), True), pad_sequence(masks, True)
 
 
 def make_renderer(parts: EditorParts, **changes: object) -> QwenImageLoop:
     return QwenImageLoop(QwenImageEdit.Config(**{**TINY, **changes}), parts)
 
 
-def render_floats(renderer: QwenImageLoop, jobs: Sequence[RenderJob]) -> torch.Tensor:
-    """[B, 3, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(renderer.config, job) for job in jobs}
-    return as_floats(renderer.render_tensor(jobs, bucket))
-
-
-def three_jobs(width: int = 64, height: int = 64) -> list[RenderJob]:
+def three_jobs(width: int = 64) -> list[RenderJob]:
+    """Two adjacent texts are equally long."""
     return [
-        make_job(
-            make_picture(seed, width, height),
-            length,
-            noise_seed=seed,
-            states_seed=seed,
-            negative_length=5 + seed,
-        )
-        for seed, length in enumerate((9, 14, 11))
+        make_job(make_picture(i, width), length, i, states_seed=i, negative_length=5 + i)
+        for i, length in enumerate((9, 14, 14))
     ]
 
 

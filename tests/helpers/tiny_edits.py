@@ -1,14 +1,19 @@
-"""Writes JPEG pictures and JSONL files for the data tests."""
+"""Writes JPEG pictures and JSONL files for the data tests, and reads them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+
+from rl.api.data import RowRules
+from rl.data.rows import BadRowError
+from rl.data.sources import EditJsonl
 
 PHOTO_SIZE = (640, 427)
 
@@ -25,3 +30,18 @@ def write_jsonl(path: Path, rows: list[Mapping[str, Any] | str]) -> str:
     lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
+
+
+def edits(
+    folder: Path, rows: list[Mapping[str, Any] | str], rules: RowRules | None = None, **config: Any
+) -> EditJsonl:
+    """The source of a new file `edits.jsonl` with these rows."""
+    values = {"type": "edit_jsonl", "path": write_jsonl(folder / "edits.jsonl", rows), **config}
+    return EditJsonl(EditJsonl.Config.model_validate(values), rules or RowRules())
+
+
+def complaint(load: Callable[..., object], *arguments: Any, **more: Any) -> str:
+    """The message with which a source of data refuses its rows."""
+    with pytest.raises(BadRowError) as error:
+        load(*arguments, **more)
+    return str(error.value)

@@ -34,7 +34,7 @@ STEP = "rl.learner.train_step:TrainStep.step"
 JUDGE = ["{python}", "-m", "tiny_world.judge_server", "{url_file}", "{model}"]
 """`judge.start_command`."""
 
-NOT_REPEATED = ("time/", "seconds/", "judge/", "work/", "memory/")
+NOT_REPEATED = ("time/", "judge/", "work/", "memory/")
 """Prefixes of metrics that differ after a resume: times, memory, replies from the journal."""
 
 

@@ -17,12 +17,11 @@ import torch
 from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline
 from PIL import Image
 from tiny_models import draw
-from tiny_pictures import as_floats, make_picture
+from tiny_pictures import make_picture
 from transformers import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
-from rl.files import over_white
 from rl.renderers.qwen_image_21_config import Config
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop
 from rl.renderers.qwen_image_config import condition_sizes
@@ -121,50 +120,40 @@ def stock_pipeline(parts: StockParts) -> Any:
     return pipeline
 
 
-def render_stock(
-    parts: StockParts, words: str, sources: Sequence[Image.Image], seed: int, **more: Any
-) -> torch.Tensor:
-    """[1, 4, H, W] in 0..1: the stock pipeline's picture of one prompt."""
-    return stock_pipeline(parts)(
-        words,
-        image=list(sources) or None,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="pt",
-        **{"num_inference_steps": 4, "output_resolution": SIDE_PX, **more},
-    ).images
+def render_stock(parts: StockParts, jobs: Sequence[RenderJob], **more: Any) -> torch.Tensor:
+    """[B, 4, H, W] in 0..1: the stock pipeline's pictures, drawn one by one, because its own
+    batches differ by 0.4."""
+    pictures = [
+        stock_pipeline(parts)(
+            job.sample.instruction,
+            image=list(job.sample.sources) or None,
+            generator=torch.Generator().manual_seed(job.noise_seed),
+            output_type="pt",
+            **{"num_inference_steps": 4, "output_resolution": SIDE_PX, **more},
+        ).images
+        for job in jobs
+    ]
+    return torch.cat(pictures)
 
 
 @torch.no_grad()
 def encode(words: str, sources: Sequence[Image.Image]) -> tuple[torch.Tensor, tuple[range, ...]]:
     """(states [L, STATE_DIM] before the last norm, the pictures' positions), without the system's
-    turn; computed here from the stock pipeline's prompt."""
-    encoder, processor = make_encoder()
-    marks = " ".join(
-        f"<image{i}><|vision_start|><|image_pad|><|vision_end|>" for i in range(1, len(sources) + 1)
-    )
-    system = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-    user = f"<|im_start|>user\n{marks}{words}<|im_end|>\n<|im_start|>assistant\n"
-    config = Config(**TINY)
+    turn, from the stock pipeline."""
     job = RenderJob(Sample("s", words, sources=tuple(sources)), None, 0)
-    sizes = condition_sizes(config, job)
+    sizes = condition_sizes(Config(**TINY), job)
     images = [
-        over_white(s.convert("RGBA").resize(size, Image.Resampling.LANCZOS))
-        for s, size in zip(sources, sizes, strict=True)
+        source.convert("RGBA").resize(size, Image.Resampling.LANCZOS)
+        for source, size in zip(sources, sizes, strict=True)
     ]
-    inputs = processor(text=[system + user], images=images or None, return_tensors="pt")
-    states = []
-    norm = encoder.model.language_model.norm
-    hook = norm.register_forward_hook(lambda module, args, out: states.append(args[0][0]))
-    encoder.model(**inputs)
-    hook.remove()
-    dropped = len(processor.tokenizer(system).input_ids)
-    is_picture = (inputs.input_ids[0, dropped:] == processor.image_token_id).tolist()
+    pipeline = QwenImage21Pipeline(None, None, *make_encoder(), None)
+    [states], _, [is_picture] = pipeline._get_qwen_prompt_embeds(words, images or None)
     positions, start = [], 0
     for width, height in sizes:
-        start = is_picture.index(True, start)
+        start = is_picture.tolist().index(True, start)
         positions.append(range(start, start + width * height // 32**2))
         start = positions[-1].stop
-    return states[0][dropped:], tuple(positions)
+    return states, tuple(positions)
 
 
 def make_group(
@@ -196,19 +185,13 @@ def make_group(
     ]
 
 
-def make_job(words: str, sources: Sequence[Image.Image], seed: int) -> RenderJob:
-    [job] = make_group([words], sources, seed)
+def make_job(words: str = WORDS[0], sources: Sequence[Image.Image] = ()) -> RenderJob:
+    [job] = make_group([words], sources, 3)
     return job
 
 
 def make_renderer(parts: EditorParts, **changes: object) -> QwenImage21Loop:
     return QwenImage21Loop(Config(**{**TINY, **changes}), parts)
-
-
-def render_floats(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
-    """[B, 4, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(renderer.config, job) for job in jobs}
-    return as_floats(renderer.render_tensor(jobs, bucket))
 
 
 def references(number: int) -> list[Image.Image]:

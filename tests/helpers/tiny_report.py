@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,20 @@ def write_run(folder: Path, *, name: str = "tiny", num_iterations: int = 4) -> P
         "data": {"train": [{"type": EVIL}]},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    lines = [metrics(iteration) for iteration in range(num_iterations + 1)]
-    write_lines(folder / "metrics.jsonl", lines)
-    for iteration in range(1, num_iterations + 1):
-        write_episodes(folder, iteration)
-    for iteration, rewards in REWARDS.items():
-        if iteration <= num_iterations:
-            write_evaluation(folder, iteration, rewards)
+    write_lines(folder / "metrics.jsonl", map(metrics, range(num_iterations + 1)))
+    for iteration in range(num_iterations + 1):
+        if iteration:
+            write_episodes(folder, iteration)
+        if iteration in REWARDS:
+            write_evaluation(folder, iteration, REWARDS[iteration])
     return folder
+
+
+def draw(stem: Path, **colours: str) -> None:
+    """Writes pictures `<stem><name>.png` of 16x16 px."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for name, colour in colours.items():
+        Image.new("RGB", (16, 16), colour).save(f"{stem}{name}.png")
 
 
 def metrics(iteration: int) -> dict[str, Any]:
@@ -67,44 +73,37 @@ def metrics(iteration: int) -> dict[str, Any]:
 
 
 def write_episodes(folder: Path, iteration: int) -> None:
-    images = folder / "images" / f"it_{iteration:06d}"
-    images.mkdir(parents=True, exist_ok=True)
     rows = []
     for g in range(NUM_GROUPS):
-        Image.new("RGB", (16, 16), "blue").save(images / f"rank0_g{g:02d}_source.png")
-        for member in range(NUM_COMPLETIONS):
-            Image.new("RGB", (16, 16), "red").save(images / f"rank0_g{g:02d}_m{member}.png")
-            rows.append(episode(iteration, g, member))
-        bare = episode(iteration, g, 0) | {"completion": f"own words {EVIL}", "reward": 0.125}
-        Image.new("RGB", (16, 16), "gray").save(images / f"rank0_g{g:02d}_bare.png")
-        bare["image_file"] = f"images/it_{iteration:06d}/rank0_g{g:02d}_bare.png"
-        rows[-NUM_COMPLETIONS]["bare"] = bare
+        stem = f"images/it_{iteration:06d}/rank0_g{g:02d}_"
+        draw(folder / stem, source="blue", bare="gray", m0="red", m1="red")
+        members = [episode(iteration, g, member) for member in range(NUM_COMPLETIONS)]
+        bare = {"completion": f"own words {EVIL}", "reward": 0.125, "image_file": f"{stem}bare.png"}
+        rows += [members[0] | {"bare": members[0] | bare}, *members[1:]]
     write_lines(folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl", rows)
 
 
 def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
     """The second completion of group 2 is ungraded; the judge grades each picture twice."""
-    is_ungraded = g == 2 and member == 1
     stem = f"images/it_{iteration:06d}/rank0_g{g:02d}"
-    scores = [[8, 8], [8 - 2 * g, 8]]
-    return {
+    replies = [
+        json.dumps({"reasoning": f"because {EVIL}", "score": score})
+        for score in ([8, 8], [8 - 2 * g, 8])
+    ]
+    row = {
         "sample_id": f"train-{g}",
         "group_id": f"{iteration}/{g}",
         "category": ["noun", EVIL, "erase"][g],
         "instruction": f"instruction {g} {EVIL}",
         "completion": f"completion {EVIL}",
         "finish": "stop",
-        "status": "ungraded" if is_ungraded else "scored",
-        "failure": f"no_reply: {EVIL}" if is_ungraded else None,
-        "reward": None if is_ungraded else (g + member) / 4,
-        "advantage": None if is_ungraded else 0.5 - member,
-        "parts": {} if is_ungraded else {"viescore": (g + member) / 4, EVIL: 1.0},
+        "status": "scored",
+        "failure": None,
+        "reward": (g + member) / 4,
+        "advantage": 0.5 - member,
+        "parts": {"viescore": (g + member) / 4, EVIL: 1.0},
         "judge_s": 0.25,
-        "replies": {
-            "viescore": [
-                json.dumps({"reasoning": f"because {EVIL}", "score": score}) for score in scores
-            ]
-        },
+        "replies": {"viescore": replies},
         **({"regions": REGIONS} if g == 1 else {}),
         "noise_seed": 77,
         "token_ids": [302, 258, 312],
@@ -116,38 +115,41 @@ def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
         "target_file": None,
         "image_file": f"{stem}_m{member}.png",
     }
+    return row | (ungraded("no_reply") | {"advantage": None} if g == 2 and member == 1 else {})
+
+
+def ungraded(reason: str) -> dict[str, Any]:
+    failure = f"{reason}: {EVIL}"
+    return {"status": "ungraded", "failure": failure, "reward": None, "parts": {}}
 
 
 def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) -> None:
     directory = folder / "evaluation" / f"it_{iteration:06d}"
-    directory.mkdir(parents=True)
     rows = []
     for number, reward in enumerate(rewards):
-        for kind, colour in (("source", "blue"), ("image", "red"), ("bare", "gray")):
-            Image.new("RGB", (16, 16), colour).save(directory / f"{number}_{kind}.png")
-        rows.append(
-            {
-                "id": f"s{number} {EVIL}" if number == 4 else f"s{number}",
-                "category": ["noun", "erase"][number % 2],
-                "instruction": f"held-out {number} {EVIL}",
-                "completion": f"words {iteration} {EVIL}",
-                "reference": EVIL,
-                "status": "ungraded" if reward is None else "scored",
-                "failure": None if reward is not None else f"timeout: {EVIL}",
-                "reward": reward,
-                "parts": {} if reward is None else {"viescore": reward},
-                "replies": {"viescore": [f"it is {EVIL}"]},
-                "noise_seed": 78,
-                "judge_s": 0.5,
-                "token_ids": [302, 258],
-                "sampler_logprobs": [-0.25, -6.0],
-                "bare_reward": 0.1,
-                "stock_reward": 0.2,
-                "source_file": f"{number}_source.png",
-                "image_file": f"{number}_image.png",
-                "bare_file": f"{number}_bare.png",
-            }
-        )
+        draw(directory / f"{number}_", source="blue", image="red", bare="gray")
+        row = {
+            "id": f"s{number} {EVIL}" if number == 4 else f"s{number}",
+            "category": ["noun", "erase"][number % 2],
+            "instruction": f"held-out {number} {EVIL}",
+            "completion": f"words {iteration} {EVIL}",
+            "reference": EVIL,
+            "status": "scored",
+            "failure": None,
+            "reward": reward,
+            "parts": {"viescore": reward},
+            "replies": {"viescore": [f"it is {EVIL}"]},
+            "noise_seed": 78,
+            "judge_s": 0.5,
+            "token_ids": [302, 258],
+            "sampler_logprobs": [-0.25, -6.0],
+            "bare_reward": 0.1,
+            "stock_reward": 0.2,
+            "source_file": f"{number}_source.png",
+            "image_file": f"{number}_image.png",
+            "bare_file": f"{number}_bare.png",
+        }
+        rows.append(row | (ungraded("timeout") if reward is None else {}))
     write_lines(directory / "records.jsonl", rows)
 
 
@@ -159,7 +161,12 @@ def data_of(run_dir: Path, name: str) -> Any:
     return json.loads(match[1])
 
 
-def write_lines(file: Path, rows: Sequence[Any]) -> None:
+def facts_of(page: str) -> Any:
+    """The value that a page passes to its scripts."""
+    return json.loads(page.partition("const page = {facts: ")[2].partition("};\n")[0])
+
+
+def write_lines(file: Path, rows: Iterable[Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(map(json_line, rows)))
 

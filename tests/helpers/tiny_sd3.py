@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from tiny_models import draw
-from tiny_pictures import as_floats
 from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
@@ -93,14 +91,9 @@ def make_renderer(parts: StableDiffusion3Pipeline, **changes: object) -> SD3Loop
     return SD3Loop(sd3.Config(**{**TINY, **changes}), parts)
 
 
-def render_floats(renderer: SD3Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
-    """[B, 3, H, W] in 0..1; all jobs in one batch."""
-    return as_floats(renderer.render_tensor(jobs))
-
-
 def make_job(prompt: str, noise_seed: int) -> RenderJob:
     return RenderJob(Sample(id=prompt[:40], instruction=prompt), prompt, noise_seed)
 
 
-def make_jobs(prompts: Sequence[str] = PROMPTS) -> list[RenderJob]:
-    return [make_job(prompt, seed) for seed, prompt in enumerate(prompts)]
+def make_jobs() -> list[RenderJob]:
+    return [make_job(prompt, seed) for seed, prompt in enumerate(PROMPTS)]

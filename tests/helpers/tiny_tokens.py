@@ -26,15 +26,22 @@ def fields(number: int, **changes: Any) -> dict[str, Any]:
 def save_published(folder: Path, numbers: range) -> list[str]:
     """Writes one .pth for each number; returns their names."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in numbers:
-        torch.save(fields(number), folder / f"{number}.pth")
-    return [f"{number}.pth" for number in numbers]
+    names = [f"{number}.pth" for number in numbers]
+    for number, name in zip(numbers, names, strict=True):
+        torch.save(fields(number), folder / name)
+    return names
 
 
 def write_list(file: Path, entries: list[str], **more: Any) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**more, "path_list": entries}))
     return str(file)
+
+
+def published(folder: Path, num: int) -> str:
+    """Writes a list of that many files in the published layout; returns its path."""
+    entries = save_published(folder / "feature", range(num))
+    return write_list(folder / "list" / "tokenized_datalist.json", entries)
 
 
 def rename_globals(file: Path, old: bytes, new: bytes) -> None:

@@ -15,7 +15,7 @@ from tiny_rounding import FORWARD_TOL, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Row, UnusableSampleError
+from rl.api.types import Action, Row, UnusableSampleError
 from rl.learner.train_step import shared_filler
 from rl.policies import prompting
 from rl.policies import qwen_vl_prompts as thought

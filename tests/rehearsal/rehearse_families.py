@@ -46,18 +46,16 @@ def main(cases: list[str]) -> None:
 
 def planted(fault: str) -> mock._patch[object]:
     """A fault in the render loop of Qwen-Image-Edit; '': none."""
-    from rl.renderers import qwen_image_denoiser
+    from rl.renderers.qwen_image_denoiser import Denoiser, StepModulation
 
-    predict = qwen_image_denoiser.Denoiser.velocity
+    velocity = Denoiser.velocity
 
     def float32(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
-        return predict(self, latents.float(), conditioning, step)
+        return velocity(self, latents.float(), conditioning, step)
 
-    patch = mock.patch.object
     if fault == "on the CPU":
-        return patch(qwen_image_denoiser.StepModulation, "to", lambda self, device: self)
-    changed = float32 if fault == "float32" else predict
-    return patch(qwen_image_denoiser.Denoiser, "velocity", changed)
+        return mock.patch.object(StepModulation, "to", lambda self, device: self)
+    return mock.patch.object(Denoiser, "velocity", float32 if fault else velocity)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_config import ENVIRONMENT, REPO
 
 from rl.check.memory_plan import CONTEXT_GB
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rehearse_families.py")
 FAMILIES = {
     "qwen_image_edit": {"condition": 53, "render": 62, "reference": 54, "learn": 55, "step": 45},
@@ -43,16 +43,10 @@ pytestmark = pytest.mark.skipif(
 
 def rehearsed(cases: Iterable[str]) -> dict[str, Any]:
     """Case -> results; all in one process, as importing torch takes as long as a rehearsal."""
-    environment = {
-        "APP__RUN_NAME": "x",
-        "APP__BASE_EXP_DIR": "x",
-        "APP__DATA_DIR": "x",
-        "APP__REWARD_FUNCTION_API_BASE": "http://127.0.0.1:1",
-    }
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *cases],
-        cwd=ROOT,
-        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+        cwd=REPO,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
     )
@@ -95,5 +89,5 @@ def forward_tflop() -> float:
 def test_what_a_machine_lacks_is_named() -> None:
     # In a separate process, because `cuda_guard.cpp` must be loaded before torch.
     command = [sys.executable, "-m", "rl.tools.commands.rehearse", "configs/quickstart.jsonnet"]
-    done = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPO, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 2 and "apt install g++" in done.stderr

@@ -9,14 +9,15 @@ import pytest
 import tiny_editor
 import torch
 from PIL import Image
-from tiny_editor import assert_same_picture, make_job, make_renderer, render_floats, three_jobs
+from tiny_editor import assert_same_picture, make_job, make_renderer, three_jobs
 from tiny_messages import holds
-from tiny_pictures import make_picture
-from tiny_rounding import PICTURE_TOL
+from tiny_pictures import make_picture, render_floats
+from tiny_rounding import PICTURE_TOL, apart
 
 from rl.api.types import RenderFailure
 from rl.renderers import diffusion_loop, qwen_image_loop
 from rl.renderers.diffusion_loop import Fits, Outcome, render_in_batches
+from rl.renderers.qwen_image_loop import EditorParts
 
 
 def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> None:
@@ -94,86 +95,62 @@ def test_a_failed_picture_is_a_failure_and_a_failed_device_ends_the_run() -> Non
 
 
 @pytest.fixture(scope="module")
-def parts() -> qwen_image_loop.EditorParts:
+def parts() -> EditorParts:
     return tiny_editor.make_parts()
 
 
 def test_each_source_is_encoded_once_while_it_is_kept(
-    parts: qwen_image_loop.EditorParts, monkeypatch: pytest.MonkeyPatch
+    parts: EditorParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes: list[tuple[int, ...]] = []
-    encode = parts.vae.encode
-
-    def recording_encode(pixels: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(pixels.shape))
-        return encode(pixels)
-
-    monkeypatch.setattr(parts.vae, "encode", recording_encode)
+    monkeypatch.setattr(parts.vae, "encode", encode := Mock(wraps=parts.vae.encode))
     monkeypatch.setattr(qwen_image_loop, "NUM_KEPT_SOURCES", 2)
-    first, second, third = (make_picture(seed) for seed in range(3))
-    jobs = [make_job((first, second)[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
+    first, second, third = map(make_picture, range(3))
+    jobs = [make_job((first, second)[i % 2], 9, i, states_seed=i) for i in range(6)]
     renderer = make_renderer(parts, batch_size=4, num_steps=2)
-    assert len(dict(renderer.render(jobs))) == 6
-    assert shapes == [(1, 3, 64, 64)] * 2, "alone, so that the batch does not change their latents"
-    list(renderer.render(jobs))
-    assert len(shapes) == 2
-    list(renderer.render([make_job(third, 9, noise_seed=0)]))
-    list(renderer.render(jobs[:1]))
-    assert shapes[2:] == [(1, 3, 64, 64)] * 2
+    for drawn, num_encoded in ((jobs, 2), (jobs, 2), ([make_job(third, 9)], 3), (jobs[:1], 4)):
+        assert len(dict(renderer.render(drawn))) == len(drawn)
+        assert encode.call_count == num_encoded
+    shapes = {call.args[0].shape for call in encode.call_args_list}
+    assert shapes == {(1, 3, 64, 64)}, "alone, so that the batch does not change their latents"
 
 
-def test_pictures_of_different_aspect_ratio_keep_it(parts: qwen_image_loop.EditorParts) -> None:
+def test_pictures_of_different_aspect_ratio_keep_it(parts: EditorParts) -> None:
     sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
-    jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
-    renderer = make_renderer(parts)
-    pictures = dict(renderer.render(jobs))
+    jobs = [make_job(make_picture(0, *size), 9) for size in sizes]
+    pictures = dict(make_renderer(parts).render(jobs))
     assert [pictures[i].size for i in range(4)] == [(64, 64), (96, 32), (32, 96), (96, 32)]
     for index, job in enumerate(jobs):
-        ((_, alone),) = renderer.render([job])
+        ((_, alone),) = make_renderer(parts).render([job])
         assert_same_picture(pictures[index], alone)
 
 
-def test_nan_fails_only_its_own_picture(parts: qwen_image_loop.EditorParts) -> None:
+def test_nan_fails_only_its_own_picture(parts: EditorParts) -> None:
     jobs = three_jobs()
     jobs[1].payload.embeds[3, 7] = float("nan")
     renderer = make_renderer(parts, num_steps=2)
     outcomes = dict(renderer.render(jobs))
-    assert isinstance(outcomes[1], RenderFailure)
     assert outcomes[1].reason.startswith("non_finite")
     ((_, alone),) = renderer.render(jobs[:1])
     assert_same_picture(outcomes[0], alone)
 
 
-def test_an_impossible_job_fails_with_the_reason(parts: qwen_image_loop.EditorParts) -> None:
+def test_an_impossible_job_fails_with_the_reason(parts: EditorParts) -> None:
     source = make_picture(0)
-    jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
-    outcomes = dict(make_renderer(parts).render(jobs))
-    assert outcomes[0].reason.startswith("no_source")
-    assert outcomes[0].blame == "renderer"
-    assert holds(outcomes[1].reason, "too_long: 4095 ... 4094") and outcomes[1].blame == "policy"
+    jobs = [make_job(None, 9), make_job(source, 4095), make_job(source, 4094)]
+    outcomes = dict(make_renderer(parts, num_steps=2).render(jobs))
+    assert holds(outcomes[0], "no_source ... blame='renderer'")
+    assert holds(outcomes[1], "too_long: 4095 ... 4094 ... blame='policy'")
+    assert isinstance(outcomes[2], Image.Image), "the longest text that is allowed"
     with pytest.raises(ValueError, match="true_cfg_scale: 1"):
-        list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
-
-
-def test_the_longest_allowed_text_can_be_rendered(parts: qwen_image_loop.EditorParts) -> None:
-    renderer = make_renderer(parts, num_steps=2)
-    ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
-    assert isinstance(picture, Image.Image)
+        list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9)]))
 
 
 def test_large_pictures_are_decoded_in_slices(
-    parts: qwen_image_loop.EditorParts, monkeypatch
+    parts: EditorParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts)
+    jobs, renderer = three_jobs(), make_renderer(parts)
     together = render_floats(renderer, jobs)
-    decode, slices = parts.vae.decode, []
-
-    def recording_decode(latents: torch.Tensor) -> torch.Tensor:
-        slices.append(len(latents))
-        return decode(latents)
-
-    monkeypatch.setattr(parts.vae, "decode", recording_decode)
+    monkeypatch.setattr(parts.vae, "decode", decode := Mock(wraps=parts.vae.decode))
     monkeypatch.setattr(diffusion_loop, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
-    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE_TOL
-    assert slices == [2, 1]
+    assert apart(render_floats(renderer, jobs), together) <= PICTURE_TOL
+    assert [len(call.args[0]) for call in decode.call_args_list] == [2, 1]

@@ -1,17 +1,17 @@
-"""Parts of the editor against modules of diffusers: VAE, modulation, denoiser, 8-bit weights."""
+"""What parts of the editor cost and keep: VAE, modulation, denoiser, 8-bit weights."""
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_editor
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from tiny_editor import StockParts, make_states
-from tiny_rounding import PICTURE_TOL, PRODUCT_TOL
+from tiny_editor import make_states
+from tiny_pictures import render_floats
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,34 +31,12 @@ from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.qwen_image_loop import FrameVae, prepare_transformer
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
-SHAPES = [(1, 4, 6), (1, 2, 4)]
-NUM_TARGETS, NUM_SOURCE = 24, 8
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["edit", "zero_cond_t"])
-def stock(request: pytest.FixtureRequest) -> StockParts:
-    return tiny_editor.make_stock(zero_cond_t=request.param)
-
-
-def count_flops(run: object) -> int:
+def count_flops(run: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         run()
     return counter.get_total_flops()
-
-
-@torch.no_grad()
-def test_the_vae_for_one_frame_equals_the_video_vae() -> None:
-    vae = tiny_editor.make_stock().vae
-    ours = FrameVae(copy.deepcopy(vae)).requires_grad_(False)
-    mean, std = (
-        torch.tensor(vae.config[f"latents_{s}"]).view(1, -1, 1, 1) for s in ("mean", "std")
-    )
-    pixels = torch.rand(2, 3, 64, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    latents = vae.encode(pixels.unsqueeze(2)).latent_dist.mode().squeeze(2)
-    expected = (latents - mean) / std
-    decoded = vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
-    for one, other in ((ours.encode(pixels), expected), (ours.decode(expected), decoded)):
-        assert (one - other).norm() <= 1e-5 * other.norm()
 
 
 def test_the_vae_for_one_frame_has_no_convolution_in_time() -> None:
@@ -66,36 +44,12 @@ def test_the_vae_for_one_frame_has_no_convolution_in_time() -> None:
     (shortcuts, attention, resampling) cost the same as before."""
     vae = tiny_editor.make_stock().vae
     pixels, latents = torch.zeros(1, 3, 64, 64), torch.zeros(1, 4, 8, 8)
-    stock = [
-        count_flops(lambda: vae.encode(pixels.unsqueeze(2))),
-        count_flops(lambda: vae.decode(latents.unsqueeze(2))),
-    ]
+    encoding = count_flops(lambda: vae.encode(pixels.unsqueeze(2)))
+    decoding = count_flops(lambda: vae.decode(latents.unsqueeze(2)))
     ours = FrameVae(vae)
     assert not any(isinstance(module, nn.Conv3d) for module in ours.modules())
-    flops = [count_flops(lambda: ours.encode(pixels)), count_flops(lambda: ours.decode(latents))]
-    assert stock[0] / flops[0] > 2.5 and stock[1] / flops[1] > 2.4
-
-
-@torch.no_grad()
-def test_the_modulation_table_equals_what_each_block_computes(stock: StockParts) -> None:
-    """Equals the modules at one timestep, as the stock forward runs them."""
-    transformer = stock.transformer
-    table = build_table(transformer, TIMESTEPS)
-    assert len(table) == 4
-    num_parts = 2 if transformer.config.zero_cond_t else 1
-    for timestep, entry in zip(TIMESTEPS, table, strict=True):
-        times = torch.stack([timestep, torch.tensor(0.0)])[:num_parts] / 1000
-        embedding = transformer.time_text_embed(times, torch.empty(0))
-        for index, block in enumerate(transformer.transformer_blocks):
-            image, words = block.img_mod(embedding), block.txt_mod(embedding[:1])
-            for rows, ours in ((image, entry.image[index]), (words, entry.text[index])):
-                expected = rows.reshape(len(rows), 6, -1) + torch.tensor([0, 1, 0] * 2)[:, None]
-                torch.testing.assert_close(ours, expected, atol=PRODUCT_TOL, rtol=PRODUCT_TOL)
-        tokens = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
-        normed = torch.nn.functional.layer_norm(tokens, (32,), eps=1e-6)
-        expected = transformer.norm_out(tokens, embedding[:1])
-        ours = normed * entry.out[1] + entry.out[0]
-        torch.testing.assert_close(ours, expected, atol=PRODUCT_TOL, rtol=PRODUCT_TOL)
+    assert encoding > 2.5 * count_flops(lambda: ours.encode(pixels))
+    assert decoding > 2.4 * count_flops(lambda: ours.decode(latents))
 
 
 def test_the_modulation_of_a_schedule_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,34 +76,13 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
     tiny_editor.make_stock().save(tmp_path)
     settings = tiny_editor.TINY | {"model_path": str(tmp_path)}
     config = QwenImageEdit.Config(**settings).model_copy(update={"device": "meta"})
-    transformer = QwenImageEdit(config, Resources(None, "cpu")).loop.parts.transformer
-    on_host = {name for name, p in transformer.named_parameters() if p.device.type == "cpu"}
-    assert on_host == {name for name, _ in transformer.named_parameters() if "_mod." in name}
-    on_device = sum(p.numel() for p in transformer.parameters() if p.device.type == "meta")
+    parts = QwenImageEdit(config, Resources(None, "cpu")).loop.parts
+    assert parts.vae.mean.is_meta
+    named = dict(parts.transformer.named_parameters())
+    on_host = {name for name, p in named.items() if p.device.type == "cpu"}
+    assert on_host == {name for name in named if "_mod." in name}
+    on_device = sum(p.numel() for p in named.values() if p.is_meta)
     assert on_device == QwenImageEdit.cost(config).weights["transformer"]
-
-
-@torch.no_grad()
-def test_a_step_equals_the_stock_forward(stock: StockParts) -> None:
-    """Four rows, two adjacent ones equally long, against the padded and masked forward."""
-    transformer = stock.transformer
-    states = [make_states(seed, length) for seed, length in enumerate((9, 5, 5, 12))]
-    generator = torch.Generator().manual_seed(5)
-    latents = torch.randn(4, NUM_TARGETS, 16, generator=generator)
-    sources = torch.randn(4, NUM_SOURCE, 16, generator=generator)
-    padded, mask = tiny_editor.pad_states(states)
-    expected = transformer(
-        hidden_states=torch.cat([latents, sources], dim=1),
-        timestep=TIMESTEPS[1].expand(4) / 1000,
-        encoder_hidden_states=padded,
-        encoder_hidden_states_mask=mask,
-        img_shapes=[SHAPES] * 4,
-        return_dict=False,
-    )[0][:, :NUM_TARGETS]
-    denoiser = Denoiser(transformer)
-    prepared = denoiser.prepare(states, sources, SHAPES)
-    velocity = denoiser.velocity(latents, prepared, build_table(transformer, TIMESTEPS)[1])
-    torch.testing.assert_close(velocity, expected, atol=PICTURE_TOL, rtol=PICTURE_TOL)
 
 
 def plain_attention(
@@ -168,16 +101,17 @@ def test_a_step_costs_exactly_the_necessary_flops(monkeypatch: pytest.MonkeyPatc
     transformer = tiny_editor.make_stock().transformer
     monkeypatch.setattr(qwen_image_denoiser, "attention", plain_attention)
     denoiser = Denoiser(transformer)
-    width, text_lens = 32, (9, 5)
-    latents, sources = torch.zeros(2, NUM_TARGETS, 16), torch.zeros(2, NUM_SOURCE, 16)
-    prepared = denoiser.prepare([make_states(0, length) for length in text_lens], sources, SHAPES)
+    width, text_lens, num_targets, num_source = 32, (9, 5), 24, 8
+    latents, sources = torch.zeros(2, num_targets, 16), torch.zeros(2, num_source, 16)
+    states = [make_states(0, length) for length in text_lens]
+    prepared = denoiser.prepare(states, sources, [(1, 4, 6), (1, 2, 4)])
     table = build_table(transformer, TIMESTEPS)
-    expected = 2 * NUM_TARGETS * 2 * 16 * width
+    expected = 2 * num_targets * 2 * 16 * width
     for length in text_lens:
-        others = NUM_SOURCE + length
-        tokens = NUM_TARGETS + others
-        expected += tokens * (12 * width**2 + 2 * width * tokens)
-        expected += NUM_TARGETS * (12 * width**2 + 2 * width * tokens) + others * 2 * width**2
+        others = num_source + length
+        tokens = num_targets + others
+        expected += (tokens + num_targets) * (12 * width**2 + 2 * width * tokens)
+        expected += others * 2 * width**2
     assert count_flops(lambda: denoiser.velocity(latents, prepared, table[0])) == 2 * expected
 
 
@@ -201,26 +135,24 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
     blocks = transformer.transformer_blocks
 
     def recording_linear(linear: nn.Linear) -> Fp8Linear:
-        unrounded = [p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2]
-        held_bytes.append(sum(unrounded))
+        held_bytes.append(sum(p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2))
         return Fp8Linear(linear)
 
     monkeypatch.setattr(qwen_image_denoiser, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
-    config = QwenImageEdit.Config(type="x", fp8="storage")
-    prepare_transformer(transformer, config, "meta")
+    prepare_transformer(transformer, QwenImageEdit.Config(type="x", fp8="storage"), "meta")
     assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
 
 
 def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> None:
     jobs, parts = tiny_editor.three_jobs(), tiny_editor.make_parts()
-    exact = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
+    exact = render_floats(tiny_editor.make_renderer(parts), jobs)
     move(parts.transformer, "cpu", rounded=True)
     kinds = [type(m) for m in parts.transformer.transformer_blocks.modules()]
     # Eight in attention and two in each of two MLPs are rounded, modulation is not.
     assert (kinds.count(Fp8Linear), kinds.count(nn.Linear)) == (2 * 12, 2 * 2)
-    rounded = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
+    rounded = render_floats(tiny_editor.make_renderer(parts), jobs)
     assert 1e-4 < (rounded - exact).abs().mean() < 0.03
     half, whole = (
         QwenImageEdit.cost(QwenImageEdit.Config(type="x", fp8=mode)).weights

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from PIL import Image
 from tiny_report import EVIL, write_lines, write_run
 
-from rl.files import open_picture
+from rl.files import open_picture, read_rows
 from rl.tools.commands import report
 
 CHROMIUM = shutil.which("chromium")
@@ -28,6 +27,7 @@ pytestmark = [
 HOSTILE_NAME = "run <b>'&#\u202e %41"
 """The name of a run folder; a file name cannot hold a slash or a lone surrogate."""
 SCHEMES = ("light", "dark")
+LEVELS = ("serious", "critical")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     run_dir = write_run(runs / HOSTILE_NAME, name=f"mine {EVIL}")
     other = write_run(runs / f"other {HOSTILE_NAME}")
-    command = [str(run_dir), "--against", str(other)]
-    assert report.main(command) == 0
+    assert report.main([str(run_dir), "--against", str(other)]) == 0
     return run_dir / "report"
 
 
@@ -62,28 +61,42 @@ class Tab:
         self.page.on("dialog", lambda d: (self.problems.append(f"dialog {d.message}"), d.dismiss()))
         self.page.on("request", lambda request: self.requests.append(request.url))
 
+    def find(self, selector: str, **options: str) -> Any:
+        """The elements of the view that is shown."""
+        return self.page.locator(f"section:not([hidden]) {selector}", **options)
+
     def go(self, view: str, ready: str, first: str = "") -> Any:
         """The first element with the text `first` that matches `ready` in that view. Opens the
         view from a blank page, as the previous view could match too."""
         self.page.goto("about:blank")
         self.page.goto(self.url + view)
-        element = self.page.locator(f"section:not([hidden]) {ready}", has_text=first).first
+        element = self.find(ready, has_text=first).first
         element.wait_for()
         return element
 
     def texts(self, selector: str) -> list[str]:
-        texts = self.page.locator(f"section:not([hidden]) {selector}").all_text_contents()
-        return [" ".join(text.split()) for text in texts]
+        return [" ".join(text.split()) for text in self.find(selector).all_text_contents()]
 
 
 @pytest.fixture
-def tab(browser: Any, folder: Path) -> Iterator[Tab]:
-    """A tab that must end without errors and without network requests."""
-    tab = Tab(browser, folder / "index.html")
-    yield tab
-    tab.page.close()
-    assert tab.problems == []
-    assert [url for url in tab.requests if not url.startswith(("file:", "data:"))] == []
+def open_tab(browser: Any, folder: Path) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs that must end without errors and without network requests."""
+    tabs: list[Tab] = []
+
+    def open_one(page: str | Path = "index.html", **settings: Any) -> Tab:
+        tabs.append(Tab(browser, folder / page, **settings))
+        return tabs[-1]
+
+    yield open_one
+    for tab in tabs:
+        tab.page.close()
+        assert tab.problems == []
+        assert [url for url in tab.requests if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.fixture
+def tab(open_tab: Callable[..., Tab]) -> Tab:
+    return open_tab()
 
 
 VIEWS = {
@@ -100,10 +113,10 @@ VIEWS = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_view_is_accessible_and_fits_the_window(
-    browser: Any, folder: Path, scheme: str, width: int
+    open_tab: Callable[..., Tab], scheme: str, width: int
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    tab = Tab(browser, folder / "index.html", scheme, width)
+    tab = open_tab(scheme=scheme, width=width)
     for view, ready in VIEWS.items():
         tab.go(view, ready)
         violations = axe.run(tab.page).response["violations"]
@@ -112,37 +125,31 @@ def test_every_view_is_accessible_and_fits_the_window(
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, view
     background = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, background[4:-1].split(","))) < 60) == (scheme == "dark")
-    tab.page.close()
-    assert tab.problems == []
-
-
-LEVELS = ("serious", "critical")
 
 
 def test_hostile_text_is_shown_literally(tab: Tab) -> None:
     """Unicode direction marks in a text do not reorder the text around it."""
-    tab.go("#it=2&g=2", ".member")
     evil = " ".join(EVIL.split())
+    tab.go("#it=2&g=2", ".member")
     assert tab.texts("h2") == [f"instruction 2 {evil}"]
     assert f"completion {evil}" in tab.texts(".member p.t")
     assert f"ungraded: no_reply: {evil}" in tab.texts(".member .said")
     assert any(evil in text for text in tab.texts(".member .said")), "the judge's reason"
-    tab.go("#it=2&g=1", ".member")
+    image = tab.go("#it=2&g=1", ".member img")
     assert any(evil in text for text in tab.texts(".parts th"))
-    alt = tab.page.locator(".member img").first.get_attribute("alt")
-    assert alt == f"instruction 1 {EVIL}"
+    assert image.get_attribute("alt") == f"instruction 1 {EVIL}"
     assert " ".join(tab.page.title().split()) == f"mine {evil}"
     tab.go("#settings", "tbody tr")
     assert any(evil in text for text in tab.texts("td"))
-    kinds = "[...new Set([...document.querySelectorAll('bdi, .t')].map({}))]"
-    assert tab.page.evaluate(kinds.format("e => getComputedStyle(e).unicodeBidi")) == ["isolate"]
+    kinds = "[...document.querySelectorAll('bdi, .t')].map(e => getComputedStyle(e).unicodeBidi)"
+    assert set(tab.page.evaluate(kinds)) == {"isolate"}
 
 
 def test_the_overview_shows_the_first_sample_before_and_after(tab: Tab) -> None:
     tab.go("", ".first img")
     source, before, after = tab.texts(".first figure")
     assert (source, before[:12], after[:11]) == ("source", "before: 0.10", "after: 0.90")
-    tab.page.locator(".first a").click()
+    tab.find(".first a").click()
     tab.page.locator("#at-sample:not([hidden]) .across").wait_for()
 
 
@@ -152,10 +159,9 @@ def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
     assert bare.startswith("0.13bare variant, the user's own words")
     assert one.startswith("0.50advantage +0.50") and "noise seed 77" in one
     assert "ungraded" in lost
-    assert tab.page.locator(".tops img").count() == 1
-    assert tab.page.locator(".member img").count() == 3
+    assert (tab.find(".tops img").count(), tab.find(".member img").count()) == (1, 3)
     assert len(tab.texts(".member:first-child pre")) == 2, "raw replies"
-    tokens = tab.page.locator(".member:first-child .tokens span")
+    tokens = tab.find(".member:first-child .tokens span")
     doubts = "of => of.map(e => e.style.getPropertyValue('--doubt'))"
     assert tokens.evaluate_all(doubts) == ["0.22", "1.00", "0.00"], "1 - exp(nats)"
     crisp = "getComputedStyle(document.querySelector('.member img')).imageRendering"
@@ -165,14 +171,14 @@ def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
 def test_the_judges_regions_are_drawn_over_the_picture(tab: Tab) -> None:
     """The pictures have 16 x 16 pixels."""
     tab.go("#it=2&g=1", ".member svg.regions text")
-    member = tab.page.locator(".member").first
+    member = tab.find(".member").first
     frame = "r => ['x', 'y', 'width', 'height'].map(side => r.getAttribute(side))"
     assert member.locator("rect").last.evaluate(frame) == ["4", "8", "8", "8"]
     image, overlay = (member.locator(f".boxed {tag}").bounding_box() for tag in ("img", "svg"))
     assert image == overlay
     assert tab.texts(".member:first-child ol.regions li") == [f"hat {' '.join(EVIL.split())}"]
     tab.go("#it=2&g=2", ".member")
-    assert tab.page.locator(".member .regions").count() == 0
+    assert tab.find(".member .regions").count() == 0
 
 
 def test_a_held_out_sample_shows_its_arms_and_checkpoints(tab: Tab) -> None:
@@ -181,49 +187,47 @@ def test_a_held_out_sample_shows_its_arms_and_checkpoints(tab: Tab) -> None:
     assert tops[:2] == ["source", "now: 0.90"]
     assert tops[2].endswith("own words: 0.10") and tops[3].endswith("system: 0.20")
     assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == ["0.10", "0.90"]
-    assert tab.page.locator("#at-sample pre").all_text_contents() == [f"it is {EVIL}"]
+    assert tab.find("pre").all_text_contents() == [f"it is {EVIL}"]
     assert "noise seed 78" in " ".join(tab.texts("p.fine"))
-    assert tab.page.locator(".tokens span").count() == 2
-    links = tab.page.locator(".across a")
-    links.nth(0).click()
-    tab.page.locator("h2 + p", has_text="0 iterations").wait_for()
+    assert tab.find(".tokens span").count() == 2
+    tab.find(".across a").first.click()
+    tab.find("h2 + p", has_text="0 iterations").wait_for()
     assert "#eval=0&id=s0" in tab.page.url
-    tab.go("#eval=4&id=" + "s4%20%3C%2Fscript%3E", "h2")
+    tab.go("#eval=4&id=s4%20%3C%2Fscript%3E", "h2")
     assert "is not on record" in tab.texts("p.soft")[0]
 
 
 def test_filters_and_sort_orders_are_kept_in_the_link(tab: Tab) -> None:
     tab.go("#held-out", ".card")
-    form = tab.page.locator("section:not([hidden]) form")
-
-    def first_words() -> list[str]:
-        return [" ".join(text.split()[:2]) for text in tab.texts(".card h3")]
 
     def count() -> str:
         return tab.texts(".count")[0]
 
+    def choose(name: str, value: str) -> str:
+        """Which held-out samples are then shown, in order."""
+        field = tab.find(f"form [name={name}]")
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+        return " ".join(text.split()[1] for text in tab.texts(".card h3"))
+
     assert count() == "5 of 5 samples; 2 gained, 1 lost."
-    form.locator("[name=sort]").select_option("loss")
-    assert first_words()[:2] == ["held-out 1", "held-out 3"]
-    form.locator("[name=sort]").select_option("gain")
-    assert first_words() == [f"held-out {n}" for n in (0, 4, 3, 1, 2)], "no gain: last"
-    form.locator("[name=cat]").select_option("noun")
+    assert choose("sort", "loss").startswith("1 3 ")
+    assert choose("sort", "gain") == "0 4 3 1 2", "no gain: last"
+    assert choose("cat", "noun") == "0 4 2"
     assert count().startswith("3 of 5")
-    form.locator("[name=st]").select_option("ungraded")
-    assert first_words() == ["held-out 2"]
+    assert choose("st", "ungraded") == "2"
     tab.go("#held-out&sort=low&min=0.5", ".card")
-    assert first_words() == [f"held-out {n}" for n in (4, 2, 0)]
-    form.locator("[name=part]").select_option("viescore")
-    form.locator("[name=pmax]").fill("0.7")
-    assert first_words() == ["held-out 4"]
+    assert choose("part", "viescore") == "4 2 0"
+    assert choose("pmax", "0.7") == "4"
     assert "part=viescore" in tab.page.url and "pmax=0.7" in tab.page.url
     tab.go("#training", "tbody tr")
-    form.locator("[name=q]").fill("instruction 1")
-    assert count() == "4 of 12 groups."
-    form.locator("[name=q]").fill("")
-    form.locator("[name=st]").select_option("ungraded")
-    assert count() == "4 of 12 groups."
-    form.locator("[name=sort]").select_option("even")
+    for name, value in (("q", "instruction 1"), ("st", "ungraded")):
+        choose("q", "")
+        choose(name, value)
+        assert count() == "4 of 12 groups."
+    choose("sort", "even")
     assert tab.page.url.endswith("#training&sort=even&st=ungraded")
 
 
@@ -242,105 +246,96 @@ def test_charts_show_values_under_the_pointer_and_find_any_metric(tab: Tab) -> N
     assert figure.locator(".at").text_content() == "iteration 2"
     tab.page.mouse.move(box["x"], box["y"] - 200)
     assert values.all_text_contents() == ["0.25 → 1"]
-    form = tab.page.locator("section:not([hidden]) form")
-    form.locator("[name=q]").fill("render_s")
+    tab.find("form [name=q]").fill("render_s")
     assert tab.texts(".count") == ["1 metrics match:"]
     assert tab.texts(".found figcaption") == ["time/render_s"]
-    form.locator("[name=x]").select_option("hours")
-    form.locator("[name=y]").select_option("log")
+    tab.find("form [name=x]").select_option("hours")
+    tab.find("form [name=y]").select_option("log")
     assert tab.page.url.endswith("#overview&q=render_s&x=hours&y=log")
-    assert tab.page.locator(".found .tick.y").all_text_contents() == ["1", "10"]
-    rows = tab.page.locator(".histograms svg").first.locator("rect.bin")
-    assert rows.count() == 4 * 3, "each iteration has the rewards 0, 0.25 and 0.5"
+    assert tab.texts(".found .tick.y") == ["1", "10"]
+    bins = tab.find(".histograms svg").first.locator("rect.bin")
+    assert bins.count() == 4 * 3, "each iteration has the rewards 0, 0.25 and 0.5"
 
 
 def test_equal_completions_are_one_card_and_other_words_are_marked(
-    browser: Any, tmp_path: Path
+    open_tab: Callable[..., Tab], tmp_path: Path
 ) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     path = run_dir / "episodes/it_000001.rank0.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()][:2]
     sheet = run_dir / "thumbnails/it_000001/rank0_g00.webp"
     sheet.parent.mkdir(parents=True)
     picture = Image.new("RGB", (64, 16), "blue")
     picture.paste("red", (32, 0, 48, 16))
     picture.save(sheet, lossless=True)
     place = f"{sheet.relative_to(run_dir)}#xywh=32,0,16,16"
-    for row in rows:
-        row |= {"image_file": None, "thumbnail": place, "source_thumbnails": [place]}
-    rows[0] |= {"completion": "paint it red", "instruction": "it's <b>"}
-    rows[1] |= {"completion": "paint him red now"}
-    write_lines(path, [rows[0]] * 3 + [rows[1]])
+    shown = {"image_file": None, "thumbnail": place, "source_thumbnails": [place]}
+    one, other = (row | shown for row in read_rows(path)[0][:2])
+    one |= {"completion": "paint it red", "instruction": "it's <b>"}
+    write_lines(path, [one] * 3 + [other | {"completion": "paint him red now"}])
     assert report.main([str(run_dir)]) == 0
-    tab = Tab(browser, run_dir / "report/index.html")
-    tab.go("#it=1&g=0", ".member svg.crop")
-    assert [text.split("adv")[0] for text in tab.texts(".member h3")][:2] == [
-        "3 \u00d70.00",
-        "0.25",
-    ]
+    tab = open_tab(run_dir / "report/index.html")
+    crop = tab.go("#it=1&g=0", ".member svg.crop")
+    cards = [text.split("adv")[0] for text in tab.texts(".member h3")]
+    assert cards[:2] == ["3 \u00d70.00", "0.25"]
     assert tab.texts(".member mark") == ["him", "now"]
-    shown = tab.page.locator(".member svg.crop").first.screenshot()
-    with open_picture(BytesIO(shown)) as image:
+    with open_picture(BytesIO(crop.screenshot())) as image:
         colours = {image.convert("RGB").getpixel((x, image.height // 2)) for x in (9, 90, 200)}
     assert colours == {(255, 0, 0)}, "nothing of the sheet around the part is visible"
-    tab.page.locator("summary", has_text="Files, command").click()
-    tab.page.locator(".copy code").wait_for()
+    tab.find("summary", has_text="Files, command").click()
+    tab.find(".copy code").wait_for()
     [command] = tab.texts(".copy code")
     assert command == "rl edit --run run run/images/it_000001/rank0_g00_source.png 'it'\\''s <b>'"
-    record = json.loads(tab.page.locator(".copy pre").text_content())
+    record = json.loads(tab.find(".copy pre").text_content())
     assert record["instruction"] == "it's <b>" and len(record["completions"]) == 4
     assert record["completions"][3]["parts"] == {"viescore": 0.25, EVIL: 1.0}
     assert record["completions"][3]["sampler_logprobs"] == [-0.25, -6, 0]
-    tab.go("#training&only=spread", "tbody tr")
-    assert tab.texts(".count") == ["1 of 1 groups."]
-    assert tab.page.locator(".thumbs svg.crop").count() == 1, "source, best and worst are equal"
-    tab.go("#training&only=none", ".count")
-    assert tab.texts(".count") == ["0 of 1 groups."]
-    tab.page.close()
-    assert tab.problems == []
+    for only, ready, num in (("spread", "tbody tr", 1), ("none", ".count", 0)):
+        tab.go(f"#training&only={only}", ready)
+        assert tab.texts(".count") == [f"{num} of 1 groups."]
+        assert tab.find(".thumbs svg.crop").count() == num, "source, best and worst are equal"
 
 
-def test_a_narrow_page_folds_its_filters(browser: Any, folder: Path) -> None:
-    tab = Tab(browser, folder / "index.html", width=400)
+def test_a_narrow_page_folds_its_filters(open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab(width=400)
     tab.go("#held-out", ".card img")
-    assert not tab.page.locator("#at-held-out [name=q]").is_visible()
-    tab.page.locator("#at-held-out .filters summary").click()
-    tab.page.locator("#at-held-out [name=q]").fill("held-out 1")
+    assert not tab.find("[name=q]").is_visible()
+    tab.find(".filters summary").click()
+    tab.find("[name=q]").fill("held-out 1")
     assert tab.texts(".filters summary") == ["Filters and order (1 set)"]
-    tab.page.close()
 
 
 def test_keys_navigate_the_page(tab: Tab) -> None:
-    press = tab.page.keyboard.press
-    focused = "document.activeElement.textContent.slice(0, 10)"
+    def press(*steps: tuple[str, str]) -> None:
+        """(key, JavaScript that is then true)"""
+        for key, script in steps:
+            tab.page.keyboard.press(key)
+            tab.page.wait_for_function(script)
+
+    focused = "document.activeElement"
     tab.go("#held-out", ".card")
-    for key, text in (("j", "held-out 0"), ("ArrowRight", "held-out 1"), ("k", "held-out 0")):
-        press(key)
-        assert tab.page.evaluate(focused) == text
-    outline = "getComputedStyle(document.activeElement).outlineStyle"
-    assert tab.page.evaluate(outline) == "solid"
-    press("Enter")
-    tab.page.locator(".across .pic").first.wait_for()
+    press(
+        ("j", f"{focused}.textContent.startsWith('held-out 0')"),
+        ("ArrowRight", f"{focused}.textContent.startsWith('held-out 1')"),
+        ("k", f"{focused}.textContent.startsWith('held-out 0')"),
+    )
+    assert tab.page.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
+    press(("Enter", "document.querySelector('.across .pic')"))
     assert "#eval=4&id=s0" in tab.page.url
-    press("j")
-    tab.page.wait_for_function("location.hash.includes('id=s1')")
-    press("ArrowLeft")
-    tab.page.wait_for_function("location.hash.includes('id=s0')")
-    press("Escape")
-    tab.page.wait_for_function("location.hash == '#held-out'")
-    tab.page.locator(".card").first.wait_for()
-    press("/")
-    assert tab.page.evaluate("document.activeElement.name") == "q"
-    press("j")
-    assert tab.page.locator("#at-held-out [name=q]").input_value() == "j"
-    press("Escape")
-    assert tab.page.evaluate("document.activeElement.tagName") == "BODY"
+    press(
+        ("j", "location.hash.includes('id=s1')"),
+        ("ArrowLeft", "location.hash.includes('id=s0')"),
+        ("Escape", "location.hash == '#held-out'"),
+    )
+    tab.find(".card").first.wait_for()
+    press(
+        ("/", f"{focused}.name == 'q'"),
+        ("j", f"{focused}.value == 'j'"),
+        ("Escape", f"{focused}.tagName == 'BODY'"),
+    )
     tab.go("#held-out", ".card").locator("input[type=range]").focus()
-    press("ArrowRight")
-    assert tab.page.locator(".card input[type=range]").first.input_value() == "51"
+    press(("ArrowRight", f"{focused}.value == '51'"))
     tab.go("#it=2&g=2", ".member")
-    press("j")
-    tab.page.wait_for_function("location.hash == '#it=3&g=0'")
+    press(("j", "location.hash == '#it=3&g=0'"))
 
 
 def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
@@ -351,11 +346,12 @@ def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
     assert {*data} == {"metrics.js", "eval_000000.js", "eval_000004.js"}, "of the first sample"
 
 
-def test_the_page_that_compares_runs_fits(browser: Any, folder: Path) -> None:
-    for scheme, width in itertools.product(SCHEMES, (1280, 400)):
-        tab = Tab(browser, folder / "compare.html", scheme, width)
-        tab.page.goto(tab.url)
-        script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert tab.page.evaluate(script) == 0
-        assert tab.problems == []
-        tab.page.close()
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_that_compares_runs_fits(
+    open_tab: Callable[..., Tab], scheme: str, width: int
+) -> None:
+    tab = open_tab("compare.html", scheme=scheme, width=width)
+    tab.page.goto(tab.url)
+    script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert tab.page.evaluate(script) == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from tiny_messages import holds, refusal
-from tiny_report import held_out, write_held_out, write_lines, write_run
+from tiny_report import facts_of, held_out, write_held_out, write_lines, write_run
 
 from rl.files import read_rows
 from rl.tools.commands import report
@@ -28,7 +28,7 @@ def make(folder: Path, rewards: list[Any], iteration: int = 8, **changes: Any) -
     folder.mkdir()
     config = {"format": 3, "run_name": folder.name, "judge": {"model": "j"}, "seed": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text(f'{{"iteration": {iteration}, "eval/reward": 0.5}}\n')
+    write_lines(folder / "metrics.jsonl", [{"iteration": iteration, "eval/reward": 0.5}])
     rows = [
         held_out(i, reward, shown=[PICTURES[i]], parts={"r/part": 10 * (reward or 0)}, noise_seed=i)
         | changes
@@ -36,6 +36,12 @@ def make(folder: Path, rewards: list[Any], iteration: int = 8, **changes: Any) -
     ]
     write_held_out(folder, iteration, rows)
     return folder
+
+
+def compared(capsys: pytest.CaptureFixture[str], ours: Path, *others: Path) -> tuple[str, str]:
+    """What the command prints, and its page."""
+    assert report.main([str(ours), "--against", *map(str, others)]) == 0
+    return capsys.readouterr().out, (ours / "report/compare.html").read_text("utf-8")
 
 
 def change_config(folder: Path, **sections: Any) -> None:
@@ -46,11 +52,11 @@ def change_config(folder: Path, **sections: Any) -> None:
 def exact_interval(sums: dict[str, list[float]]) -> tuple[float, float]:
     """Of the cluster bootstrap, from all resamples instead of random ones: each of the C^C equally
     likely ways to draw C pictures. Tails: Hesterberg (2015), section 4.2."""
-    clusters, num = list(sums.values()), len(sums)
-    means = sorted(
-        sum(sum(c) for c in drawn) / sum(len(c) for c in drawn)
-        for drawn in itertools.product(clusters, repeat=num)
-    )
+    num = len(sums)
+    means = [
+        np.mean([gain for cluster in drawn for gain in cluster])
+        for drawn in itertools.product(sums.values(), repeat=num)
+    ]
     tail = stats.norm.cdf(-((num / (num - 1)) ** 0.5) * stats.t.ppf(0.975, num - 1))
     return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))
 
@@ -60,19 +66,17 @@ def test_differences_are_paired_and_their_interval_resamples_pictures(tmp_path: 
     assert result.reasons == [] and result.notes == [] and result.settings == []
     total, *categories = result.changes
     gains = np.array(OURS) - np.array(THEIRS)
-    assert total.before == pytest.approx(np.mean(THEIRS))
-    assert total.after == pytest.approx(np.mean(OURS))
-    assert total.gain == pytest.approx(gains.mean())
+    expected = [np.mean(THEIRS), np.mean(OURS), gains.mean()]
+    assert [total.before, total.after, total.gain] == pytest.approx(expected)
     assert [(c.name, len(c.gains)) for c in categories] == [("a", 4), ("b", 4)]
     assert categories[0].gain == pytest.approx(gains[0::2].mean())
     [part] = result.parts
     assert part.name == "r/part" and part.gain == pytest.approx(10 * gains.mean())
     by_picture: dict[str, list[float]] = {}
     for shown, gain in zip(PICTURES, gains, strict=True):
-        by_picture.setdefault(shown, []).append(float(gain))
+        by_picture.setdefault(shown, []).append(gain)
     assert total.interval == pytest.approx(exact_interval(by_picture), abs=0.01)
-    alone = {str(i): [float(gain)] for i, gain in enumerate(gains[:5])}
-    wrong = exact_interval(alone)
+    wrong = exact_interval({str(i): [gain] for i, gain in enumerate(gains[:5])})
     assert total.interval != pytest.approx(wrong, abs=0.01), "samples of a picture go together"
     differences = [round(gain, 6) for gain, _, _ in result.samples]
     assert differences == [0.75, 0.7, 0.5, 0.3, 0.1, 0.0, 0.0, -0.1]
@@ -80,11 +84,9 @@ def test_differences_are_paired_and_their_interval_resamples_pictures(tmp_path: 
 
 
 def test_samples_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
-    no_picture = {"image_file": None, "noise_seed": 99}
-    result = compare(
-        make(tmp_path / "a", [*OURS[:3], None]),
-        make(tmp_path / "b", THEIRS, iteration=4, **no_picture),
-    )
+    ours = make(tmp_path / "a", [*OURS[:3], None])
+    theirs = make(tmp_path / "b", THEIRS, iteration=4, image_file=None, noise_seed=99)
+    result = compare(ours, theirs)
     assert result.reasons == [], "noise is of pictures"
     assert holds(result.notes, "after 4 iterations of b, and 8 here ... the 4 samples ... 8 and 4")
     assert len(result.changes[0].gains) == 3
@@ -107,10 +109,9 @@ def test_runs_of_other_data_judge_or_noise_are_not_compared(
     ours, theirs = make(tmp_path / "a", OURS), make(tmp_path / "b", THEIRS, **changes)
     change_config(theirs, **sections)
     result = compare(ours, theirs)
-    assert any(holds(each, reason) for each in result.reasons) and result.changes == []
-    assert report.main([str(ours), "--against", str(theirs)]) == 0
-    assert holds(capsys.readouterr().out, f"NOT COMPARABLE ... {reason}")
-    page = (ours / "report/compare.html").read_text("utf-8")
+    assert holds(result.reasons, reason) and result.changes == []
+    out, page = compared(capsys, ours, theirs)
+    assert holds(out, f"NOT COMPARABLE ... {reason}")
     assert holds(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
 
 
@@ -124,19 +125,16 @@ def test_runs_whose_reward_is_another_sum_are_compared_part_by_part(
     [part] = result.parts
     assert part.name == "r/part"
     assert part.gain == pytest.approx(10 * (np.mean(OURS) - np.mean(THEIRS)))
-    assert report.main([str(ours), "--against", str(theirs)]) == 0
-    out = capsys.readouterr().out
+    out, page = compared(capsys, ours, theirs)
     assert holds(out, "different sums (final_reward.op, final_reward.weights.r): only ... r/part")
     assert "NOT COMPARABLE" not in out
-    page = (ours / "report/compare.html").read_text("utf-8")
     assert holds(page, "different sums ... r/part") and 'class="all"' not in page
 
 
 def make_curve(folder: Path, curve: list[float], control: bool = True, **sections: Any) -> Path:
     """A run of another seed than every other one, with these held-out rewards."""
     make(folder, OURS, noise_seed=folder.name)
-    algorithm = {"algorithm": {"shuffle_rewards": control}}
-    change_config(folder, **algorithm, seed=folder.name, **sections)
+    change_config(folder, algorithm={"shuffle_rewards": control}, seed=folder.name, **sections)
     rows = [{"iteration": 2 * i, "eval/reward": value} for i, value in enumerate(curve)]
     write_lines(folder / "metrics.jsonl", rows)
     return folder
@@ -150,22 +148,14 @@ def test_a_gain_is_compared_with_those_of_the_controls_of_its_config(
     fallen = make_curve(tmp_path / "fallen", [0.3, 0.1, 0.2])
     short = make_curve(tmp_path / "short", [0.9])
     longer = make_curve(tmp_path / "longer", [0.0, 1.0], num_iterations=9)
-    folders = [str(path) for path in (lucky, fallen, short, longer)]
-    assert report.main([str(learnt), "--against", *folders]) == 0
-    out = capsys.readouterr().out
-    for part in (
-        "  lucky: 0.300 -> 0.400, at most +0.300\n",
-        "  fallen: 0.300 -> 0.200, at most -0.100\n",
-        "this run: +0.350, more than any control ... at most one run of 3",
-    ):
-        assert holds(out, part)
+    out, page = compared(capsys, learnt, lucky, fallen, short, longer)
+    assert holds(out, "  lucky: 0.300 -> 0.400, at most +0.300\n")
+    assert holds(out, "  fallen: 0.300 -> 0.200, at most -0.100\n")
+    assert holds(out, "this run: +0.350, more than any control ... at most one run of 3")
     assert re.findall("against (.*): NOT COMPARABLE", out) == ["short", "longer"]
-    page = (learnt / "report/compare.html").read_text("utf-8")
     assert holds(page, 'href="#chance" ... <bdi>short ... <bdi>longer ... at most +0')
     assert page.count("<section") == 3
-
-    assert report.main([str(fallen), "--against", str(lucky)]) == 0
-    out = capsys.readouterr().out
+    out, _ = compared(capsys, fallen, lucky)
     assert holds(out, "this run: -0.100, no more than a control's +0.300: chance can do that")
     assert by_chance(lucky, [compare(lucky, learnt)]) == []
 
@@ -173,8 +163,8 @@ def test_a_gain_is_compared_with_those_of_the_controls_of_its_config(
 def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Path) -> None:
     ours, bare = make(tmp_path / "a", OURS), make(tmp_path / "b", [])
     (tmp_path / "link").symlink_to(ours)
-    arguments = [str(ours), "--against", str(tmp_path / "link")]
-    assert "the run itself" in refusal(report.main, arguments)
+    message = refusal(report.main, [str(ours), "--against", str(tmp_path / "link")])
+    assert "the run itself" in message
     (bare / "evaluation/it_000008/records.jsonl").unlink()
     assert holds(compare(ours, bare).reasons, "b: no held-out evaluation")
 
@@ -182,23 +172,19 @@ def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Pa
 def test_the_page_has_the_numbers_curves_and_pictures_of_all_runs(
     tmp_path: Path, capsys: Any
 ) -> None:
-    runs = [write_run(tmp_path / name, name=name) for name in ("mine", "other&run", "3")]
-    file = runs[1] / "evaluation/it_000004/records.jsonl"
-    rows = [{**row, "reward": 0.1} for row in read_rows(file)[0]]
-    write_held_out(runs[1], 4, rows)
-    assert report.main([str(runs[0]), "--against", str(runs[1]), str(runs[2])]) == 0
-    out = capsys.readouterr().out
-    page = (runs[0] / "report/compare.html").read_text("utf-8")
-    [change, *_] = compare(runs[0], runs[1]).changes
+    ours, *others = (write_run(tmp_path / name, name=name) for name in ("mine", "other&run", "3"))
+    rows = read_rows(others[0] / "evaluation/it_000004/records.jsonl")[0]
+    write_held_out(others[0], 4, [row | {"reward": 0.1} for row in rows])
+    out, page = compared(capsys, ours, *others)
+    [change, *_] = compare(ours, others[0]).changes
     # 0.9, 0.3, 0.8, 0.2, 0.6 against 0.1 five times.
     assert change.gain == pytest.approx(0.46)
     assert "+0.460" in out and "+0.460" in page and change.interval_text in page
     assert page.count("<script") == 4 and "<img src=x" not in page
-    pictures = re.findall(r'<img src="([^"]+)"', page)
-    assert len(pictures) == 15 and all(
-        (runs[0] / "report" / picture.replace("%26", "&")).is_file() for picture in pictures
-    )
-    facts = json.loads(page.partition("const page = {facts: ")[2].partition("};\n")[0])
+    pictures = re.findall(r'<img src="([^"]+)"', page.replace("%26", "&"))
+    assert len(pictures) == 15
+    assert all((ours / "report" / picture).is_file() for picture in pictures)
+    facts = facts_of(page)
     lines = facts["curves"][0]["lines"]
     assert [style for *_, style in lines] == ["main", "dash run1", "dot run2"]
     values = [facts["data"]["of"][metric] for metric, *_ in lines]

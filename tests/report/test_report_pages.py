@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,18 @@ from rl.tools.report.reading import picture, picture_of
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run")
+    """A run with a report."""
+    run_dir = write_run(tmp_path / "run")
+    Page(run_dir).write()
+    return run_dir
+
+
+@pytest.fixture
+def data(run_dir: Path) -> Path:
+    return run_dir / "report/data"
 
 
 def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None:
-    Page(run_dir).write()
     page = data_of(run_dir, "it_000002")
     assert page["parts"] == ["viescore", EVIL]
     group = page["rows"][2]
@@ -43,7 +51,6 @@ def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None
 
 
 def test_the_page_of_a_held_out_sample_has_all_data_of_its_record(run_dir: Path) -> None:
-    Page(run_dir).write()
     row = data_of(run_dir, "eval_000000")["rows"][0]
     assert row["said"] == {"viescore": [f"it is {EVIL}"]}
     assert (row["lp"], row["seed"], row["s"]) == ([-0.25, -6], 78, 0.5)
@@ -55,20 +62,20 @@ def test_only_existing_pictures_of_several_sources_are_shown(run_dir: Path) -> N
     files = [valid, "../../etc/passwd", "images/it_000001/gone.png", None, *[valid] * 100]
     row = episode(1, 0, 0) | {"other_source_files": files}
     group = reading.group_row([row], [], run_dir, reading.Pieces({}))
-    assert group["others"][:5] == [valid, None, None, None, valid] and len(group["others"]) == 32
+    assert group["others"] == [valid, None, None, None, *[valid] * 28]
 
 
 def test_tokens_are_decoded_if_the_tokenizer_is_available(run_dir: Path) -> None:
-    Page(run_dir).write()
     from tokenizers import Tokenizer
 
-    file = str(tiny_config.WEIGHTS / "policy/tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    token_texts = data_of(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
-    assert "".join(token_texts) == tokenizer.decode([302, 258, 312], skip_special_tokens=False)
-    pieces = reading.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
-    assert pieces.are_known and pieces[302] == token_texts[0] and pieces[-1] == "-1 "
-    unknown = reading.Pieces({"policy": {"model_path": "no/such"}})
+    folder = tiny_config.WEIGHTS / "policy"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = data_of(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
+    assert "".join(texts) == tokenizer.decode([302, 258, 312], skip_special_tokens=False)
+    pieces, unknown = (
+        reading.Pieces({"policy": {"model_path": path}}) for path in (str(folder), "no/such")
+    )
+    assert pieces.are_known and pieces[302] == texts[0] and pieces[-1] == "-1 "
     assert not unknown.are_known and unknown[1] == "1 "
 
 
@@ -84,7 +91,6 @@ def test_a_long_completion_is_cut_and_says_so(run_dir: Path) -> None:
 
 
 def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
-    Page(run_dir).write()
     index = data_of(run_dir, "find_000000")
     assert list(index) == ["1", "2", "3", "4"]
     row = index["3"]["rows"][1]
@@ -100,7 +106,6 @@ def test_histograms_count_outer_values_in_the_last_bins(run_dir: Path) -> None:
     values = [-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0]
     counts = reading.histogram(values, 0.25, -3, 25)
     assert {i: count for i, count in enumerate(counts) if count} == {0: 2, 12: 2, 13: 1, 24: 1}
-    Page(run_dir).write()
     iteration, rewards, advantages = data_of(run_dir, "metrics")["histograms"][2]
     # The rewards of its five graded completions: 0, 0.25, 0.25, 0.5, 0.5.
     assert (iteration, rewards[0], rewards[5], rewards[10]) == (3, 1, 2, 2)
@@ -114,31 +119,27 @@ def test_a_part_of_a_picture_is_named_by_a_media_fragment(run_dir: Path) -> None
         assert picture_of(run_dir, file + bad) is None
 
 
-def test_a_page_writes_again_only_iterations_that_have_changed(run_dir: Path) -> None:
+def test_a_page_writes_again_only_iterations_that_have_changed(run_dir: Path, data: Path) -> None:
     page = Page(run_dir)
     page.write()
-    folder = run_dir / "report/data"
-    for path in folder.iterdir():
+    for path in data.iterdir():
         path.write_text("old")
     write_episodes(run_dir, 5)
     page.write()
-    old = {path.stem for path in folder.iterdir() if path.read_text() == "old"}
+    old = {path.stem for path in data.iterdir() if path.read_text() == "old"}
     assert old == {f"it_{iteration:06d}" for iteration in range(1, 5)}
     assert list(data_of(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
     # Another process has written nothing yet: the pages may be someone else's.
     Page(run_dir).write()
-    assert not [path for path in folder.iterdir() if path.read_text() == "old"]
+    assert not [path for path in data.iterdir() if path.read_text() == "old"]
 
 
-def test_records_removed_by_a_rewind_are_removed_from_the_report(run_dir: Path) -> None:
-    Page(run_dir).write()
+def test_records_removed_by_a_rewind_are_removed_from_the_report(run_dir: Path, data: Path) -> None:
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
-    for path in (run_dir / "images/it_000001").iterdir():
-        path.unlink()
-    mine = run_dir / "report/data/mine.js"
-    mine.touch()
+    shutil.rmtree(run_dir / "images/it_000001")
+    (data / "mine.js").touch()
     Page(run_dir).write()
-    assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
+    assert not (data / "it_000004.js").exists() and (data / "mine.js").exists()
     assert list(data_of(run_dir, "find_000000")) == ["1", "2", "3"]
     assert data_of(run_dir, "it_000001")["rows"][0]["src"] is None
 
@@ -167,36 +168,33 @@ def test_pictures_behind_links_are_not_shown(tmp_path: Path) -> None:
     (disk / "it_000001").mkdir(parents=True)
     (disk / "it_000001/x.png").touch()
     (run_dir / "evaluation").mkdir(parents=True)
-    (run_dir / "images").symlink_to(disk)
+    for link, target in (
+        (run_dir / "images", disk),
+        (disk / "it_000002", disk / "it_000001"),
+        (disk / "it_000001/y.png", disk / "it_000001/x.png"),
+        (run_dir / "evaluation/it_000001", disk / "it_000001"),
+    ):
+        link.symlink_to(target)
     assert picture_of(run_dir, "images/it_000001/x.png") == "images/it_000001/x.png"
-    (disk / "it_000002").symlink_to(disk / "it_000001")
-    (disk / "it_000001/y.png").symlink_to(disk / "it_000001/x.png")
     assert picture_of(run_dir, "images/it_000002/x.png") is None
     assert picture_of(run_dir, "images/it_000001/y.png") is None
-    (run_dir / "evaluation/it_000001").symlink_to(disk / "it_000001")
     assert picture(run_dir / "evaluation/it_000001", "x.png") is None
     run_dir.rename(tmp_path / "evaluation")  # a run may be called so
     assert picture_of(tmp_path / "evaluation", "images/it_000001/x.png") is not None
 
 
-def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
+def test_rows_of_any_type_make_a_page(run_dir: Path) -> None:
     """Rows may come from any writer."""
-    run_dir = write_run(tmp_path / "run", num_iterations=1)
     wrong: list[Any] = [None, 7, "text", [1], {"a": 1}, True, 1e400]
-    lines = []
-    for value in wrong:
-        lines += [json.dumps(dict.fromkeys(episode(1, 0, 0), value))]
-        lines += [json.dumps({**episode(1, 0, 0), name: value}) for name in episode(1, 0, 0)]
-    broken = ['{"half', "[]", "\x00"]
-    path = run_dir / "episodes/it_000001.rank0.jsonl"
-    path.write_text("\n".join([*lines, *broken]))
-    records = run_dir / "evaluation/it_000000/records.jsonl"
+    row, records = episode(1, 0, 0), run_dir / "evaluation/it_000000/records.jsonl"
+    rows = [row | {name: value} for value in wrong for name in row]
+    rows += [dict.fromkeys(row, value) for value in wrong]
+    lines = [*map(json.dumps, rows), '{"half', "[]", "\x00"]
+    (run_dir / "episodes/it_000001.rank0.jsonl").write_text("\n".join(lines))
     record = json.loads(records.read_text().split("\n")[0])
-    records.write_text(
-        "\n".join(json.dumps({**record, name: value}) for value in wrong for name in record)
-    )
-    page = Page(run_dir).write().read_text("utf-8")
-    assert "episodes/it_000001 (3)" in page
-    num_members = sum(len(group["of"]) for group in data_of(run_dir, "it_000001")["rows"])
-    assert num_members == len(lines)
-    assert len(data_of(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
+    held_out = [record | {name: value} for value in wrong for name in record]
+    records.write_text("\n".join(map(json.dumps, held_out)))
+    assert "episodes/it_000001 (3)" in Page(run_dir).write().read_text("utf-8")
+    groups = data_of(run_dir, "it_000001")["rows"]
+    assert sum(len(group["of"]) for group in groups) == len(rows)
+    assert len(data_of(run_dir, "eval_000000")["rows"]) == len(held_out)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_wandb
@@ -15,7 +14,7 @@ from tiny_messages import holds
 from tiny_report import metrics, write_episodes, write_lines, write_run
 from tiny_wandb import KEY, Server, history, serving, values_of
 
-from rl.files import json_line
+from rl.files import read_rows
 from rl.tools.commands.follow import page_id
 
 pytestmark = pytest.mark.slow
@@ -33,14 +32,13 @@ KILLS = (
 def killing(place: str) -> str:
     """A program that follows a run and kills itself at the place."""
     method, moment = place.split(": ")
-    cls, name = method.split(".")
     return f"""
 import os, signal, sys, time
 from rl.tools.commands import follow
 inner, calls = follow.{method}, []
 def outer(*args, **kw):
     calls.append(1)
-    dies = len(calls) == (2 if {name!r} == "write" else 1)
+    dies = len(calls) == (2 if {method!r} == "Wandb.write" else 1)
     if dies and {moment!r} == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     result = inner(*args, **kw)
@@ -48,17 +46,22 @@ def outer(*args, **kw):
         time.sleep(0.5)  # wandb's own process works on
         os.kill(os.getpid(), signal.SIGKILL)
     return result
-follow.{cls}.{name} = outer
+follow.{method} = outer
 follow.main(sys.argv[1:])
 """
 
 
-def follow(run_dir: Path, *options: str, program: str = "", **env: str) -> tuple[int, str]:
-    """Exit code and stderr of `rl follow`, in an environment without wandb's variables."""
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def follow(run_dir: Path, mode: str, program: str = "", **env: str) -> tuple[int, str]:
+    """Exit code and stderr of `rl follow --wandb`, in an environment without wandb's variables."""
     inherited = {name: v for name, v in os.environ.items() if not name.startswith("WANDB_")}
     start = ["-c", program] if program else ["-m", "rl", "follow"]
     done = subprocess.run(
-        [sys.executable, *start, str(run_dir), *options],
+        [sys.executable, *start, str(run_dir), "--wandb", mode],
         env={**inherited, "NETRC": str(run_dir / "no_netrc"), **env},
         capture_output=True,
         text=True,
@@ -67,32 +70,37 @@ def follow(run_dir: Path, *options: str, program: str = "", **env: str) -> tuple
     return done.returncode, done.stderr
 
 
+def iterations_of(run_dir: Path) -> list[int]:
+    return [row["iteration"] for row in history(run_dir)]
+
+
 def online(server: Server) -> dict[str, str]:
     return {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
 
 
-def add_iterations(run_dir: Path, first: int, last: int, **values: Any) -> None:
-    for iteration in range(first, last + 1):
+def add_iterations(run_dir: Path, num: int) -> None:
+    """Iterations that follow on those of the run."""
+    file = run_dir / "metrics.jsonl"
+    rows = read_rows(file)[0]
+    iterations = range(len(rows), len(rows) + num)
+    for iteration in iterations:
         write_episodes(run_dir, iteration)
-        with (run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json_line(metrics(iteration) | values))
+    write_lines(file, [*rows, *map(metrics, iterations)])
 
 
-def test_an_offline_run_has_scalars_table_pictures_summary_and_config(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
-    code, errors = follow(run_dir, "--wandb", "offline", WANDB_API_KEY=KEY)
-    assert (code, errors) == (0, "")
+def test_an_offline_run_has_scalars_table_pictures_summary_and_config(run_dir: Path) -> None:
+    assert follow(run_dir, "offline", WANDB_API_KEY=KEY) == (0, "")
     rows = history(run_dir)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[4]["reward/mean"] == rows[4]["0_main/training_reward"] == 1.0
     assert rows[4]["0_main/before_after/count"] == 5 and rows[4]["episodes/nrows"] == 6
-    ends = [record.exit for record in tiny_wandb.records(run_dir) if record.HasField("exit")]
-    assert [end.exit_code for end in ends] == [0]
-    configs = [values_of(r.config.update) for r in tiny_wandb.records(run_dir)]
+    records = tiny_wandb.records(run_dir)
+    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
+    configs = [values_of(r.config.update) for r in records]
     assert any(config.get("run_name") == "tiny" for config in configs)
     [table] = run_dir.glob("wandb/offline-run-*/files/media/table/episodes_4_*.json")
     assert table.read_text().count('"instruction 1 ') == 2
-    staged = [p for p in (run_dir / "wandb" / "artifacts").rglob("*") if p.is_file()]
+    staged = [p for p in (run_dir / "wandb/artifacts").rglob("*") if p.is_file()]
     assert any(path.read_bytes().startswith(b"\x89PNG") for path in staged), "for `wandb sync`"
     assert (run_dir / "wandb").stat().st_mode & 0o777 == 0o700, "it holds completions"
     for path in run_dir.rglob("*"):
@@ -100,17 +108,15 @@ def test_an_offline_run_has_scalars_table_pictures_summary_and_config(tmp_path: 
 
 
 def test_each_offline_start_writes_what_the_earlier_ones_lack_and_sync_joins_them(
-    tmp_path: Path,
+    run_dir: Path,
 ) -> None:
     """A resumed run repeats iterations 3 and 4, under another seed."""
-    run_dir = write_run(tmp_path / "run")
-    assert follow(run_dir, "--wandb", "offline") == (0, "")
-    rows = [metrics(iteration) for iteration in range(3)]
-    write_lines(run_dir / "metrics.jsonl", rows)
-    add_iterations(run_dir, 3, 6)
-    assert follow(run_dir, "--wandb", "offline") == (0, "")
-    assert follow(run_dir, "--wandb", "offline") == (0, ""), "nothing is left: no folder"
-    assert [row["iteration"] for row in history(run_dir)] == list(range(7))
+    assert follow(run_dir, "offline") == (0, "")
+    write_lines(run_dir / "metrics.jsonl", map(metrics, range(3)))
+    add_iterations(run_dir, 4)
+    assert follow(run_dir, "offline") == (0, "")
+    assert follow(run_dir, "offline") == (0, ""), "nothing is left: no folder"
+    assert iterations_of(run_dir) == list(range(7))
     parts = list(run_dir.glob("wandb/offline-run-*"))
     assert len(parts) == 2
     with serving() as server:
@@ -122,20 +128,19 @@ def test_each_offline_start_writes_what_the_earlier_ones_lack_and_sync_joins_the
     assert run.summary["eval/reward"] == 0.8, "of a folder before the last"
 
 
-def test_online_the_same_run_goes_on_after_a_resume_with_its_new_config(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
+def test_online_the_same_run_goes_on_after_a_resume_with_its_new_config(run_dir: Path) -> None:
     with serving() as server:
-        assert follow(run_dir, "--wandb", "online", **online(server)) == (0, "")
-        add_iterations(run_dir, 5, 6)
+        assert follow(run_dir, "online", **online(server)) == (0, "")
+        add_iterations(run_dir, 2)
         config = (run_dir / "config.json").read_text().replace('"tiny"', '"tiny", "seed": 3')
         (run_dir / "config.json").write_text(config)
-        assert follow(run_dir, "--wandb", "online", **online(server)) == (0, "")
-    [run] = server.runs.values()
-    assert list(server.runs) == [page_id(run_dir)]
+        assert follow(run_dir, "online", **online(server)) == (0, "")
+    [(name, run)] = server.runs.items()
+    assert name == page_id(run_dir)
     assert run.iterations == list(range(7)) and run.exit_codes == [0, 0]
     assert run.config["seed"]["value"] == 3
-    assert any(name.startswith("media/table/episodes") for name in run.files)
-    assert any(name.startswith("media/images/0_main/before_after") for name in run.files)
+    for media in ("table/episodes", "images/0_main/before_after"):
+        assert any(file.startswith(f"media/{media}") for file in run.files), media
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -145,50 +150,44 @@ def test_a_follower_killed_at_any_instant_goes_on_without_gap_or_double(
     run_dir = write_run(tmp_path / "run", num_iterations=2)
     with serving() as server:
         for place in KILLS:
-            options = ("--wandb", mode)
-            code, _ = follow(run_dir, *options, program=killing(place), **online(server))
-            assert code == -9, place
+            assert follow(run_dir, mode, killing(place), **online(server))[0] == -9, place
             time.sleep(1.0)  # as long as wandb's own process outlives it
-            last = len((run_dir / "metrics.jsonl").read_text().split("\n")) - 2
-            add_iterations(run_dir, last + 1, last + 2)
-        assert follow(run_dir, "--wandb", mode, **online(server)) == (0, "")
-        if mode == "offline":
-            assert server.runs == {}
-            assert [row["iteration"] for row in history(run_dir)] == list(range(13))
-        else:
-            [run] = server.runs.values()
-            assert run.iterations == list(range(13)) and run.exit_codes[-1] == 0
+            add_iterations(run_dir, 2)
+        assert follow(run_dir, mode, **online(server)) == (0, "")
+    if mode == "offline":
+        assert server.runs == {}
+        assert iterations_of(run_dir) == list(range(13))
+    else:
+        [run] = server.runs.values()
+        assert run.iterations == list(range(13)) and run.exit_codes[-1] == 0
 
 
-def test_a_service_that_is_down_costs_nothing_and_gets_everything_later(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
+def test_a_service_that_is_down_costs_nothing_and_gets_everything_later(run_dir: Path) -> None:
+    hasty = "import sys; from rl.tools.commands import follow; follow.WANDB_INIT_S = 4.0; "
+    hasty += "follow.main(sys.argv[1:])"
     for env, why in (
         ({}, "API key"),
         ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "connection refused"),
     ):
-        hasty = "import sys; from rl.tools.commands import follow; follow.WANDB_INIT_S = 4.0; "
-        program = f"{hasty}follow.main(sys.argv[1:])"
-        code, errors = follow(run_dir, "--wandb", "online", program=program, **env)
+        code, errors = follow(run_dir, "online", hasty, **env)
         assert code == 1 and errors.count("WARNING") == 1
         command = f"rl follow {run_dir} --wandb online sends"
         assert holds(errors, f"wandb stopped ... {why} ... {command}")
     with serving() as server:
-        assert follow(run_dir, "--wandb", "online", **online(server)) == (0, "")
+        assert follow(run_dir, "online", **online(server)) == (0, "")
     [run] = server.runs.values()
     assert run.iterations == [0, 1, 2, 3, 4]
 
 
-def test_wandb_run_id_names_the_page_of_a_new_run(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", num_iterations=1)
-    assert follow(run_dir, "--wandb", "offline", WANDB_RUN_ID="sft_s__rl_sc") == (0, "")
-    add_iterations(run_dir, 2, 2)
-    assert follow(run_dir, "--wandb", "offline", WANDB_RUN_ID="of_another_run") == (0, "")
+def test_wandb_run_id_names_the_page_of_a_new_run(run_dir: Path) -> None:
+    for name in ("sft_s__rl_sc", "of_another_run"):
+        assert follow(run_dir, "offline", WANDB_RUN_ID=name) == (0, "")
+        add_iterations(run_dir, 1)
     names = [path.name for path in run_dir.glob("wandb/offline-run-*/run-*.wandb")]
     assert names == ["run-sft_s__rl_sc.wandb"] * 2
 
 
-def test_a_wandb_run_id_that_wandb_refuses_gives_a_warning_and_is_not_kept(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", num_iterations=1)
-    code, errors = follow(run_dir, "--wandb", "offline", WANDB_RUN_ID="sft/s:1")
+def test_a_wandb_run_id_that_wandb_refuses_gives_a_warning_and_is_not_kept(run_dir: Path) -> None:
+    code, errors = follow(run_dir, "offline", WANDB_RUN_ID="sft/s:1")
     assert code == 1 and holds(errors, "wandb stopped ... rl follow")
-    assert follow(run_dir, "--wandb", "offline") == (0, "")
+    assert follow(run_dir, "offline") == (0, "")

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from rl.api.data import RowRules
+from rl.api.types import Sample
 from tiny_world import captions
+from tiny_world.captions import Wish
 from tiny_world.data import shape_prompts
 from tiny_world.pixel_judge import parse_scene
 from tiny_world.scenes import COLOURS, SHAPES, draw
 
 
-def source(**more) -> shape_prompts.ShapePrompts:
-    config = shape_prompts.Config.model_validate({"type": "shape_prompts", **more})
-    return shape_prompts.ShapePrompts(config, RowRules("error", 8192))
+def samples_of(start: int, num: int, **config) -> list[Sample]:
+    section = shape_prompts.Config.model_validate({"type": "shape_prompts", **config})
+    source = shape_prompts.ShapePrompts(section, RowRules())
+    return [source[index] for index in range(start, start + num)]
 
 
 def test_prompts_and_captions_are_parsed_back_to_their_wish():
-    assert captions.prompt_text(captions.Wish("red", "circle", (0, 0)), "adjective") == (
-        "a crimson disc in the upper left corner"
-    )
-    assert captions.caption(captions.Wish("green", "triangle", (1, 0))) == (
-        "green triangle bottom left"
-    )
+    disc, triangle = Wish("red", "circle", (0, 0)), Wish("green", "triangle", (1, 0))
+    assert captions.prompt_text(disc, "adjective") == "a crimson disc in the upper left corner"
+    assert captions.caption(triangle) == "green triangle bottom left"
     for prompt in captions.user_prompts(False) + captions.user_prompts(True):
-        assert captions.read_prompt(prompt.text) == prompt.wish
-        assert captions.read_caption(captions.caption(prompt.wish)) == prompt.wish
+        caption = captions.caption(prompt.wish)
+        assert captions.read_prompt(prompt.text) == captions.read_caption(caption) == prompt.wish
         # A user's prompt and the renderer's caption share only the words left and right.
-        shared = set(prompt.text.split()) & set(captions.caption(prompt.wish).split())
-        assert shared <= {"left", "right"}
+        assert set(prompt.text.split()) & set(caption.split()) <= {"left", "right"}
 
 
 def test_the_scene_shows_the_wish():
@@ -46,15 +45,15 @@ def test_held_out_pairs_are_new_but_their_words_are_not():
 
 
 def test_each_pass_over_the_prompts_has_its_own_order():
-    one, other = source(seed=1), source(seed=2)
-    passes = [[one[i + start].instruction for i in range(216)] for start in (0, 216)]
-    assert len(set(passes[0])) == 216 and passes[0] != passes[1]
-    assert passes[0] != [other[i].instruction for i in range(216)]
+    passes = [
+        [sample.instruction for sample in samples_of(start, 216, seed=seed)]
+        for start, seed in ((0, 1), (216, 1), (0, 2))
+    ]
+    assert len(set(passes[0])) == 216 and passes[0] not in passes[1:]
 
 
 def test_the_held_out_list_holds_each_prompt_once():
-    held_out = source(held_out=True, num_samples=72)
-    samples = [held_out[i] for i in range(72)]
+    samples = samples_of(0, 72, held_out=True, num_samples=72)
     assert {s.instruction for s in samples} == {p.text for p in captions.user_prompts(True)}
     assert {s.category for s in samples} == set(captions.KINDS)
     for sample in samples:

@@ -23,11 +23,14 @@ ALL = pytest.mark.parametrize(
 )
 
 
-def make_source(source: Source, num_samples: int = 50, **keys: Any) -> SyntheticSource[Any]:
-    config = source.Config.model_validate({"num_samples": num_samples, **keys})
+def samples_of(source: Source, num: int = 50, **keys: Any) -> list[Sample]:
+    config = source.Config.model_validate({"num_samples": num, **keys})
     made = source(config, RowRules())
-    assert len(made) == num_samples
-    return made
+    assert len(made) == num
+    samples = [made[index] for index in reversed(range(num))]
+    with pytest.raises(IndexError):
+        made[num]
+    return samples[::-1]
 
 
 def fields_of(sample: Sample) -> tuple[object, ...]:
@@ -38,20 +41,14 @@ def fields_of(sample: Sample) -> tuple[object, ...]:
 
 @ALL
 def test_a_sample_depends_on_seed_and_index_alone(source: Source) -> None:
-    one, shorter = make_source(source), make_source(source, num_samples=8)
-    assert (len(one), len(shorter)) == (50, 8)
-    backwards = {index: one[index] for index in reversed(range(8))}
-    for index in range(8):
-        assert shorter[index].id == backwards[index].id
-        assert fields_of(shorter[index]) == fields_of(backwards[index])
-    assert len({one[index].id for index in range(50)}) == 50
-    with pytest.raises(IndexError):
-        shorter[8]
+    many, few = samples_of(source), samples_of(source, num=8)
+    assert [(s.id, fields_of(s)) for s in few] == [(s.id, fields_of(s)) for s in many[:8]]
+    assert len({sample.id for sample in many}) == 50
 
 
 @ALL
 def test_another_seed_gives_another_set(source: Source) -> None:
-    one, other = ([make_source(source, seed=seed)[i] for i in range(50)] for seed in (1, 2))
+    one, other = (samples_of(source, seed=seed) for seed in (1, 2))
     assert [fields_of(sample) for sample in one] != [fields_of(sample) for sample in other]
     assert not {sample.id for sample in one} & {sample.id for sample in other}
     if source is not ShapePrompts:  # another seed only reorders its prompts
@@ -60,24 +57,20 @@ def test_another_seed_gives_another_set(source: Source) -> None:
 
 @pytest.mark.slow
 @ALL
+@pytest.mark.parametrize("seed", [1, 2])
 def test_held_out_samples_share_no_contents_with_training_ones_whatever_the_seeds(
-    source: Source,
+    source: Source, seed: int
 ) -> None:
     """Contents are compared: there are only a few thousand centred scenes of two shapes."""
-    sets = [
-        make_source(source, 200, seed=seed, held_out=held_out)
-        for seed, held_out in ((1, False), (1, True), (2, True))
-    ]
-    training, *held_out = ([rows[i] for i in range(200)] for rows in sets)
-    for other in held_out:
-        contents = [{c for s in samples for c in contents_of(s)} for samples in (training, other)]
-        assert not contents[0] & contents[1]
-        assert not {sample.id for sample in training} & {sample.id for sample in other}
+    sets = samples_of(source, 200, seed=1), samples_of(source, 200, seed=seed, held_out=True)
+    training, held_out = ({c for s in samples for c in contents_of(s)} for samples in sets)
+    assert not training & held_out
+    assert not {s.id for s in sets[0]} & {s.id for s in sets[1]}
 
 
 @ALL
 def test_samples_have_the_fields_that_their_source_declares(source: Source) -> None:
-    sample, provided = make_source(source)[0], source.provides(make_source(source).config)
+    [sample], provided = samples_of(source, 1), source.provides(source.Config())
     assert ("reference" in provided) == (sample.reference is not None)
     assert ("target_codes" in provided) == (sample.target_codes is not None)
     assert ("hidden:answer" in provided) == ("answer" in sample.hidden)
@@ -86,17 +79,15 @@ def test_samples_have_the_fields_that_their_source_declares(source: Source) -> N
 
 
 def test_target_and_reference_fulfil_the_instruction() -> None:
-    kinds = set()
-    for index in range(50):
-        sample = make_source(Shapes)[index]
+    samples = samples_of(Shapes)
+    for sample in samples:
         assert sample.source.tobytes() != sample.target.tobytes()
-        is_erased = sample.category == "erase"
-        assert sample.reference.startswith("remove the" if is_erased else "turn the")
-        kinds.add(sample.category)
-    assert kinds == {"noun", "match", "erase"}
+        verb = "remove the" if sample.category == "erase" else "turn the"
+        assert sample.reference.startswith(verb)
+    assert {sample.category for sample in samples} == {"noun", "match", "erase"}
 
 
 def test_source_and_target_codes_differ_in_the_four_codes_of_the_shape() -> None:
-    sample = make_source(ShapeTokens)[0]
+    [sample] = samples_of(ShapeTokens, 1)
     assert sample.sources == () and sample.target is None
     assert (sample.source_codes != sample.target_codes).sum() == 4

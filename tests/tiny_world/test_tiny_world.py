@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from tiny_world.scenes import (
     read_instruction,
 )
 
+Edit = Callable[[Scene, Task], Image.Image]
 MIN_MARK_OF_RIGHT_WORDS = 8.5
 MAX_MARK_OF_WRONG_WORDS = 2.0
 
@@ -46,14 +50,26 @@ def overall(source: Image.Image, edited: Image.Image, instruction: str) -> float
     return math.sqrt(semantics * min(grade_perception(edited)))
 
 
-def mean_overall(edit, num: int = 60) -> float:
-    """Mean mark of `edit(scene, task, rng) -> picture`, 0-10."""
-    rng = random.Random(1)
-    marks = [
-        overall(draw(scene), edit(scene, task, rng), task.instruction)
-        for scene, task in examples(num, seed=2)
-    ]
-    return float(np.mean(marks))
+def mean_overall(edit: Edit) -> float:
+    """Mean mark of the edits, 0-10."""
+    return fmean(
+        overall(draw(scene), edit(scene, task), task.instruction)
+        for scene, task in examples(60, seed=2)
+    )
+
+
+def right(scene: Scene, task: Task) -> Image.Image:
+    return draw(apply(scene, task.op))
+
+
+def unchanged(scene: Scene, task: Task) -> Image.Image:
+    return draw(scene)
+
+
+def wrong_colour(scene: Scene, task: Task) -> Image.Image:
+    avoided = (task.op.paint, scene.find(task.op.shape).colour)
+    colour = random.choice([c for c in COLOURS if c not in avoided])
+    return draw(apply(scene, Op(task.op.shape, colour)))
 
 
 def other_shape(scene: Scene, task: Task) -> str:
@@ -81,70 +97,55 @@ def test_an_instruction_is_parsed_back_to_its_edit_or_refused():
             read_instruction(text, scene)
 
 
-def wrong_colour(scene, task, rng):
-    present = scene.find(task.op.shape).colour
-    wrong = [c for c in COLOURS if c not in (task.op.paint, present)]
-    return draw(apply(scene, Op(task.op.shape, rng.choice(wrong))))
-
-
-def wrong_object(scene, task, rng):
+def wrong_object(scene: Scene, task: Task) -> Image.Image:
     return draw(apply(scene, Op(other_shape(scene, task), task.op.paint)))
 
 
-def right_and_another(scene, task, rng):
+def right_and_another(scene: Scene, task: Task) -> Image.Image:
     return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
 
 
 @pytest.mark.slow
 def test_the_exact_edit_scores_10_and_any_other_scores_0():
-    assert mean_overall(lambda scene, task, rng: draw(apply(scene, task.op))) > 9.99
-    others = (lambda scene, task, rng: draw(scene), wrong_colour, wrong_object, right_and_another)
-    assert max(map(mean_overall, others)) < 0.01
+    assert mean_overall(right) > 9.99
+    for edit in (unchanged, wrong_colour, wrong_object, right_and_another):
+        assert mean_overall(edit) < 0.01, edit.__name__
 
 
 @pytest.mark.slow
-def test_noise_costs_marks():
-    def edit(sigma_rgb):
-        return lambda scene, task, rng: with_noise(draw(apply(scene, task.op)), sigma_rgb)
-
-    assert 5 < mean_overall(edit(12)) < 8
-    assert mean_overall(edit(25)) < 1
-
-
-def likenesses(edit, num: int = 60) -> list[float]:
-    """Marks of `edit(scene, task) -> picture` against the right edit, 0-10."""
-    return [
-        grade_likeness(draw(apply(scene, task.op)), edit(scene, task))
-        for scene, task in examples(num, seed=9)
-    ]
+@pytest.mark.parametrize(("sigma_rgb", "least", "most"), [(12, 5, 8), (25, 0, 1)])
+def test_noise_costs_marks(sigma_rgb: float, least: float, most: float):
+    mark = mean_overall(lambda scene, task: with_noise(right(scene, task), sigma_rgb))
+    assert least <= mark < most
 
 
 def test_only_the_target_picture_has_a_high_likeness():
-    assert min(likenesses(lambda scene, task: draw(apply(scene, task.op)))) == 10
-    assert max(likenesses(lambda scene, task: draw(scene))) < 1
-    wrong = likenesses(lambda scene, task: draw(apply(scene, Op(other_shape(scene, task), None))))
-    assert max(wrong) < 1
+    for scene, task in examples(60, seed=9):
+        target = right(scene, task)
+        assert grade_likeness(target, target) == 10
+        assert grade_likeness(target, unchanged(scene, task)) < 1
+        other = draw(apply(scene, Op(other_shape(scene, task), None)))
+        assert grade_likeness(target, other) < 1
 
 
 def test_a_wish_is_fulfilled_only_by_the_shape_that_it_names():
-    rng = random.Random(10)
+    rng, grey = random.Random(10), Image.new("RGB", (64, 64), (150, 150, 150))
     wishes = captions.all_wishes()
     for prompt in captions.user_prompts(held_out=True):
         offset_px = (rng.randint(-2, 2), rng.randint(-2, 2))
-        right = draw(captions.scene_of(prompt.wish, rng.randrange(3), offset_px))
-        assert grade_wish(right, prompt.text) > 9.9
+        drawn = draw(captions.scene_of(prompt.wish, rng.randrange(3), offset_px))
+        assert grade_wish(drawn, prompt.text) > 9.9
         other = rng.choice([wish for wish in wishes if wish != prompt.wish])
         assert grade_wish(draw(captions.scene_of(other)), prompt.text) < 0.1
-        assert grade_wish(Image.new("RGB", (64, 64), (150, 150, 150)), prompt.text) == 0
+        assert grade_wish(grey, prompt.text) == 0
     with pytest.raises(ValueError):
-        grade_wish(right, "a cat")
+        grade_wish(grey, "a cat")
 
 
 def test_the_weights_are_small_and_contain_no_pickle():
-    files = [f for f in WEIGHTS.rglob("*") if f.is_file()]
-    assert {f.suffix for f in files} <= {".json", ".safetensors", ".jinja"}
     bytes_of = Counter[str]()
-    for file in files:
+    for file in filter(Path.is_file, WEIGHTS.rglob("*")):
+        assert file.suffix in {".json", ".safetensors", ".jinja"}, file
         bytes_of[file.relative_to(WEIGHTS).parts[0]] += file.stat().st_size
     assert bytes_of.pop("policy") + bytes_of.pop("editor") < 10_000_000
     assert bytes_of.pop("image21") < 9_000_000
@@ -162,13 +163,12 @@ def exam():
     from tiny_world.builder.models import load_policy
     from tiny_world.builder.reader import Reader
 
-    kw = {"torch_dtype": torch.float32}
-    editor = WEIGHTS / "editor"
-    vae = AutoencoderKLQwenImage.from_pretrained(editor, subfolder="vae", **kw).eval()
-    transformer = QwenImageTransformer2DModel.from_pretrained(editor, subfolder="transformer", **kw)
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")
-    reader = Reader(load_policy(WEIGHTS / "policy"), tokenizer)
-    return Exam(reader, vae, num=16, seed=11), transformer.eval()
+    kw = {"pretrained_model_name_or_path": WEIGHTS / "editor", "torch_dtype": torch.float32}
+    vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **kw).eval()
+    transformer = QwenImageTransformer2DModel.from_pretrained(subfolder="transformer", **kw).eval()
+    folder = WEIGHTS / "policy"
+    reader = Reader(load_policy(folder), AutoTokenizer.from_pretrained(folder))
+    return Exam(reader, vae, num=16, seed=11), transformer
 
 
 def test_the_prompt_prefix_is_64_tokens(exam):
@@ -186,7 +186,9 @@ def test_the_untrained_policy_gives_the_right_answer_sometimes(exam):
 @pytest.mark.slow
 def test_the_editor_follows_descriptions(exam):
     held_out, transformer = exam
-    right = held_out.grade(held_out.render(transformer, held_out.right, steps=2))
-    wrong = held_out.grade(held_out.render(transformer, held_out.wrong, steps=2))
-    assert np.mean(right) > MIN_MARK_OF_RIGHT_WORDS
-    assert np.mean(wrong) < MAX_MARK_OF_WRONG_WORDS
+    right, wrong = (
+        fmean(held_out.grade(held_out.render(transformer, words, steps=2)))
+        for words in (held_out.right, held_out.wrong)
+    )
+    assert right > MIN_MARK_OF_RIGHT_WORDS
+    assert wrong < MAX_MARK_OF_WRONG_WORDS
