@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_config
 from tiny_messages import holds
+from tiny_programs import write_programs
 
 from rl import build
 from rl.check import check_report, this_machine
@@ -47,13 +48,10 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
             (tmp_path / name).mkdir()
         gpus = [f"{n}, GPU-{n}, H100, {driver}, {capability}, 81559, {used_mb[n]}" for n in (0, 1)]
         script = "\n".join(["#!/bin/sh", *(f"echo '{gpu}'" for gpu in gpus), f"exit {smi_exit}"])
-        for program in ("nvidia-smi", *programs):
-            file = tmp_path / "bin" / program
-            file.write_text(script)
-            file.chmod(0o755)
+        scripts = dict.fromkeys(("nvidia-smi", *programs), script)
         if has_headers:
             (tmp_path / "include" / "Python.h").touch()
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+        monkeypatch.setenv("PATH", write_programs(tmp_path / "bin", scripts))
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
@@ -222,7 +220,8 @@ def test_a_run_without_a_gpu_has_no_machine_problems(
 
 
 @pytest.mark.parametrize(
-    ("visible", "numbers"), [("1", ["1"]), ("0, GPU-1", ["0", "1"]), ("MIG-GPU-0/1/0", ["0", "1"])]
+    ("visible", "numbers"),
+    [("1", ["1"]), ("0, GPU-1", ["0", "1"]), ("MIG-GPU-0/1/0", ["0", "1"]), ("", [])],
 )
 def test_visible_gpus_are_chosen_by_number_and_by_uuid(box: Box, monkeypatch, visible, numbers):
     box()
