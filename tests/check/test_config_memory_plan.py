@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +75,10 @@ SIZES = Sizes(
 )
 
 
+def planned_on(gpu_gb: float, **changes: Any) -> Plan:
+    return plan(replace(SIZES, **changes), gpu_gb)
+
+
 def gb(planned: Plan, part: str) -> float:
     return next(row.gb for row in planned.rows if row.part == part)
 
@@ -116,10 +118,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = operation(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
+        for storage in _storages(result):
             if storage._cdata not in inputs:
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
@@ -129,18 +130,9 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for storage, size in self._storages.values() if not storage.expired())
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-@contextmanager
-def one_layer_less(policy: Any) -> Iterator[None]:
-    """Removes the last layer: the difference is what one layer keeps."""
-    decoder = policy.module.base_model.model.language_model
-    layers, depth = decoder.layers, decoder.config.num_hidden_layers
-    decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
-    yield
-    decoder.layers, decoder.config.num_hidden_layers = layers, depth
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [leaf.untyped_storage() for leaf in leaves]
 
 
 TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
@@ -207,20 +199,20 @@ def kept_per_token(policy: Any) -> float:
     batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
     with torch.no_grad():
         policy.module(batch)  # caches the picture's features
-
-    def kept() -> int:
+    decoder = policy.module.base_model.model.language_model
+    kept = []
+    for num_removed in (0, 1):  # the difference is what one layer keeps
+        decoder.layers = decoder.layers[: len(decoder.layers) - num_removed]
+        decoder.config.num_hidden_layers = len(decoder.layers)
         with LiveBytes() as live:
             outputs = policy.module(batch)
         assert outputs.logprobs.requires_grad
-        return live.total()
-
-    all_layers = kept()
-    with one_layer_less(policy):
-        return (all_layers - kept()) / len(batch.input_ids)
+        kept.append(live.total())
+    return (kept[0] - kept[1]) / len(batch.input_ids)
 
 
 def test_memory_of_each_phase_by_hand() -> None:
-    planned = plan(SIZES, gpu_gb=100)
+    planned = planned_on(100)
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
     asleep = 1.5  # what a sleeping engine keeps of its half
@@ -233,32 +225,34 @@ def test_memory_of_each_phase_by_hand() -> None:
     assert planned.total_gb("learn") == pytest.approx(learn)
     assert planned.peak_gb == planned.total_gb("generate")
     # What is not kept is forwarded again, one row at a time.
-    some = plan(replace(SIZES, kept_tokens=0, all_kept=False), gpu_gb=100)
+    some = planned_on(100, kept_tokens=0, all_kept=False)
     assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 696e-9)
     assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
 
 
 def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
     """The engine takes half of the GPU, or 1.5 GB asleep; renderer and learner need about 51 GB."""
-    others = plan(SIZES, gpu_gb=1000).total_gb("render")
+    others = planned_on(1000).total_gb("render")
     assert 51 < others < 52
-    auto = replace(SIZES, engine=replace(ENGINE, residency="auto"))
+
+    def planned(gpu_gb: float, residency: str) -> tuple[Plan, bool]:
+        engine = replace(ENGINE, residency=residency)
+        of_it = planned_on(gpu_gb, engine=engine)
+        return of_it, of_it.total_gb("render") > others + 1
+
     for gpu_gb, stays in ((130, True), (124, False)):
-        planned = plan(auto, gpu_gb)
+        auto, is_large = planned(gpu_gb, "auto")
         together = others + gpu_gb / 2 - ENGINE.own_gb
-        assert planned.engine_stays == stays == (together <= 0.9 * gpu_gb)
-        assert (planned.total_gb("render") > others + 1) == stays
-        assert f"{together:.1f} of {gpu_gb} GB" in residency_line(planned, gpu_gb)
+        assert auto.engine_stays == stays == (together <= 0.9 * gpu_gb) == is_large
+        assert f"{together:.1f} of {gpu_gb} GB" in residency_line(auto, gpu_gb)
         # A stated residency is planned as stated.
-        for stated in ("resident", "sleep"):
-            as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
-            assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
-    assert plan(replace(SIZES, engine=None), gpu_gb=100).engine is None
+        assert planned(gpu_gb, "resident")[1] and not planned(gpu_gb, "sleep")[1]
+    assert planned_on(100, engine=None).engine is None
 
 
 def test_while_all_load_the_engine_is_awake() -> None:
     """2 + 6 + a renderer of 40 + half of the GPU + a judge of a quarter."""
-    loading = plan(replace(SIZES, judge_share=0.25), 100).total_gb("load")
+    loading = planned_on(100, judge_share=0.25).total_gb("load")
     assert loading == pytest.approx(2 + 6 + 40 + 50 + 25, abs=1e-4)
 
 
@@ -303,8 +297,7 @@ def test_a_judge_that_the_run_starts_is_counted(command: str, share: float | Non
 
 
 def test_zero_stages_under_full_fine_tuning() -> None:
-    full = replace(SIZES, lora_rank=None)
-    by_stage = [plan(replace(full, zero_stage=stage), gpu_gb=100) for stage in range(4)]
+    by_stage = [planned_on(100, lora_rank=None, zero_stage=stage) for stage in range(4)]
     # 3e9 parameters: bfloat16 weights 6 GB; masters and moments 36 GB; float32 gradients 12 GB.
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
     assert [gb(p, "optimizer state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
@@ -312,7 +305,7 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     # From stage 2 on, the ranks run their backwards together, after the last grade.
     early = [p.total_gb("reference") - by_stage[0].total_gb("reference") for p in by_stage[:3]]
     assert early == pytest.approx([0, -27, -27 - 12])
-    reference = plan(replace(full, reads_reference=True), gpu_gb=100)
+    reference = planned_on(100, lora_rank=None, reads_reference=True)
     # The reference is freed before the first backward.
     assert reference.total_gb("learn") == by_stage[0].total_gb("learn")
     assert reference.total_gb("reference") == pytest.approx(by_stage[0].total_gb("reference") + 6)
@@ -333,11 +326,11 @@ def test_models_on_other_devices_are_not_counted() -> None:
 def test_the_engine_cache_by_hand() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
-    planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
+    planned = planned_on(17, engine=replace(ENGINE, step_bytes=250))
     assert holds(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
-    small = plan(SIZES, gpu_gb=14)
+    small = planned_on(14)
     assert engine_line(small, 14).endswith("0.00x")
-    shared = plan(replace(SIZES, engine=None), gpu_gb=17)
+    shared = planned_on(17, engine=None)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
@@ -386,15 +379,16 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
     few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
     assert few.engine is not None and int(few.engine.at_once) == 8
-    assert engine_claim(plan(SIZES, 100), 100) is None, "a stated share needs no claim"
+    assert engine_claim(planned_on(100), 100) is None, "a stated share needs no claim"
 
 
 def test_memory_of_an_optimizer_step_by_hand() -> None:
     """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
-    full = replace(SIZES, lora_rank=None)
-    steps = [gb(plan(replace(full, zero_stage=n), 100), "optimizer, workspace") for n in range(4)]
+    steps = [
+        gb(planned_on(100, lora_rank=None, zero_stage=n), "optimizer, workspace") for n in range(4)
+    ]
     assert steps == pytest.approx([12, 3, 3, 6])
-    planned = plan(replace(full, zero_stage=2), 100)
+    planned = planned_on(100, lora_rank=None, zero_stage=2)
     # Context, weights, masters and moments, gradients, the step, the editor, a sleeping engine.
     assert planned.total_gb("step") == pytest.approx(2 + 6 + 9 + 3 + 3 + 40 + 1.5)
     assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
@@ -413,7 +407,7 @@ def test_host_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     # An engine that stays pins nothing; the checkpoint of an adapter is small.
-    stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
+    stays = planned_on(200, engine=replace(ENGINE, residency="resident"))
     assert sum(host_plan(SIZES, stays, 4).values()) == pytest.approx(16, abs=1e-3)
     frozen = replace(SIZES, host_shared_gb=10, host_copied_gb=2)
     assert sum(host_plan(frozen, stays, 4).values()) == pytest.approx(34, abs=1e-3)

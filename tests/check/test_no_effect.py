@@ -117,24 +117,16 @@ def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> 
                         "policy.init_text_encoder_from="], "policy: ... 64 ... 128"),
         ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... pattern"),
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
+        # correct variants
+        ("tiny_prompts", ["policy.system_prompt=Be bold."], ""),
+        (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"], ""),
     ],
 )  # fmt: skip
 def test_a_value_that_would_be_ignored_silently_is_refused(
     name: str, overrides: list[str], parts: str
 ) -> None:
-    [problem] = check_report.problems(tiny_config.shipped(name, *overrides))
-    assert holds(problem, parts), problem
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("tiny_prompts", ["policy.system_prompt=Be bold."]),
-        (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]),
-    ],
-)
-def test_correct_variants_of_these_values_are_accepted(name: str, overrides: list[str]) -> None:
-    assert check_report.problems(tiny_config.shipped(name, *overrides)) == []
+    problems = check_report.problems(tiny_config.shipped(name, *overrides))
+    assert len(problems) == bool(parts) and holds("".join(problems), parts), problems
 
 
 def test_an_adapter_with_other_lora_settings_is_refused(tmp_path: Path) -> None:
