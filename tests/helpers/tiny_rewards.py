@@ -24,11 +24,12 @@ EDIT = "put the {dot} of picture 2 into picture 1"
 
 
 class ScriptedJudge:
-    """Gives its replies in order and then repeats the last one; records the questions."""
+    """Gives its replies (or whole answers) in order and then repeats the last one; records the
+    questions."""
 
     config = JudgeConfig()
 
-    def __init__(self, *replies: str) -> None:
+    def __init__(self, *replies: str | Answer[Any]) -> None:
         self.replies = list(replies)
         self.asked: list[Question] = []
         self.repeats: list[int] = []
@@ -39,6 +40,8 @@ class ScriptedJudge:
         self.asked.append(question)
         self.repeats.append(repeat)
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Answer):
+            return reply
         try:
             return Answer(parse(reply), (reply,), None, 1, 0.1)
         except UnreadableReplyError as error:
@@ -83,12 +86,13 @@ def ask(
 
 
 def grade_of(
-    plugin: type[Reward[Any]], text: str, instruction: str = "", answer: Any = None, **config: Any
+    plugin: type[Reward[Any]], text: str, instruction: str = "", **config: Any
 ) -> RewardOutput:
     """The grade of a completion by a reward without a judge."""
-    sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
     reward = make(plugin, plugin.Config(**config))
-    grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
+    grade: RewardOutput = asyncio.run(
+        reward.grade(RewardInput(Sample("a", instruction), text, None))
+    )
     return grade
 
 

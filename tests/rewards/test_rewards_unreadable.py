@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
-from tiny_rewards import RESULT, make
+from tiny_rewards import RESULT, ScriptedJudge, make
 from tiny_rollout import run_config
 from tiny_run import SAMPLE, episode
 
@@ -66,18 +66,6 @@ def test_each_question_that_is_given_up_counts_as_one_kind(fault: Fault, kind: s
     assert [is_unreadable(answer.failure) for answer in failed] == [kind == "unreadable"] * 2
 
 
-class HalfDeaf:
-    """Answers the first question of a reading, and fails on the second."""
-
-    def __init__(self, *failures: str) -> None:
-        self.config = run_config().judge
-        self.failures = list(failures)
-
-    async def ask(self, question: Any, parse: Any, repeat: int = 0) -> Any:
-        failure = self.failures.pop(0)
-        return Answer(None, (), failure, 1, 0.1) if failure else Answer((5, 5), (), None, 1, 0.1)
-
-
 @pytest.mark.parametrize(
     ("failures", "unreadable", "value"),
     [
@@ -93,7 +81,8 @@ class HalfDeaf:
 def test_only_unreadable_replies_count_as_the_lowest_rating(
     failures: list[str], unreadable: Literal["ungraded", "lowest"], value: float | None
 ) -> None:
-    reward = make(VieScore, VieScore.Config(), HalfDeaf(*failures))
+    answers = [Answer(None if text else (5, 5), (), text or None, 1, 0.1) for text in failures]
+    reward = make(VieScore, VieScore.Config(), ScriptedJudge(*answers))
     graded = RewardInput(SAMPLE, "words", RESULT)
     [output] = asyncio.run(scores(reward, [graded], unreadable))
     assert output.value == value
