@@ -32,7 +32,6 @@ def sample(colour: str = "red", left: int = 8) -> Sample:
 
 def test_derived_results_differ_from_the_right_one_as_their_names_say() -> None:
     case = case_of(sample(), sample("green", 40), {})
-    assert case is not None
     pixels = {kind: np.asarray(picture, int) for kind, (_, picture) in case.results.items()}
     assert set(pixels) == set(KINDS) - {"worse"}
     right, source = pixels[CORRECT], np.asarray(case.sample.source, int)
@@ -54,7 +53,7 @@ def test_derived_results_differ_from_the_right_one_as_their_names_say() -> None:
     shown, _ = case.results["other_instruction"]
     assert shown.instruction == "make it green"
     shown, result = case.results["exchanged"]
-    assert shown.source is not None and (np.asarray(shown.source) == right).all()
+    assert (np.asarray(shown.source) == right).all()
     assert (np.asarray(result) == source).all()
 
 
@@ -62,14 +61,13 @@ def test_the_edit_of_something_else_does_not_touch_the_edit() -> None:
     """A square in the middle has no room beside it; 20 px from the left it has, on the right."""
     for left in (24, 20, 4):
         case = case_of(sample(left=left), sample("green", 40), {})
-        assert case is not None
         moved = np.asarray(case.results["wrong_object"][1])
         assert (moved[8:24, left : left + 16] == [0, 0, 255]).all()
     pictures = [Image.new("RGB", (64, 64), "white") for _ in range(2)]
     for picture, colour in zip(pictures, ("blue", "red"), strict=True):
         ImageDraw.Draw(picture).rectangle((16, 8, 47, 23), colour)
     case = case_of(Sample("middle", "make it red", (pictures[0],), pictures[1]), sample(), {})
-    assert case is not None and "wrong_object" not in case.results
+    assert "wrong_object" not in case.results
 
 
 def test_a_sample_without_an_edit_makes_no_case() -> None:
@@ -106,7 +104,6 @@ def test_scenes_without_sources_are_described() -> None:
 
 def test_attacks_write_into_the_picture_or_change_it() -> None:
     case = case_of(sample(), sample("green"), {})
-    assert case is not None
     pictures = {name: picture for name, (_, picture) in attacked(case).items()}
     assert set(pictures) == set(ATTACKS)
     unchanged = {name for name, picture in pictures.items() if picture == square("blue")}

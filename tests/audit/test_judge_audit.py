@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,14 +82,12 @@ CASES = [Case(Sample(str(number), ""), {}) for number in range(16)]
 
 def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
     """Readings of `CASES` by a perfect judge that does not grade the cases `lost` of some kinds."""
-    keys = [(case, kind) for case in range(16) for kind in (CORRECT, "no_edit", "partial")]
-    return Asked(
-        {
-            key: () if key[0] in lost.get(key[1], ()) else (float(key[1] == CORRECT),)
-            for key in keys
-        },
-        {key: [failure] if key[0] in lost.get(key[1], ()) else [] for key in keys},
-    )
+    asked = Asked({}, {})
+    for key in product(range(16), (CORRECT, "no_edit", "partial")):
+        is_lost = key[0] in lost.get(key[1], ())
+        asked.values[key] = () if is_lost else (float(key[1] == CORRECT),)
+        asked.failures[key] = [failure] if is_lost else []
+    return asked
 
 
 @pytest.mark.parametrize("num_lost", [1, 6, 16])
@@ -114,8 +113,8 @@ def test_a_kind_to_which_the_judge_may_be_blind_is_undecided() -> None:
 
 
 def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
-    arguments = quickstart(tmp_path, "http://127.0.0.1:9")
-    resolved = build.resolve(load_config(arguments[0], arguments[1:]))
+    config, *overrides = quickstart(tmp_path, "http://127.0.0.1:9")
+    resolved = build.resolve(load_config(config, overrides))
     lost, limits = {"partial": range(16)}, resolved.config.judge
     audit = judge_audit.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
     with pytest.raises(JudgeError, match="16 of 48 results got no usable reply"):

@@ -21,7 +21,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/judge.md"
 
 def source() -> str:
     block = re.search(r"^    # my_plugins/legible\.py\n(?:    .*\n|\n)+", PAGE.read_text(), re.M)
-    assert block is not None
     return textwrap.dedent(block[0])
 
 

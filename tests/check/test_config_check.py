@@ -65,6 +65,10 @@ BROKEN = [
     (OWN, "rewards.own.held_out_only=yes", "rewards.own.held_out_only: ... yes"),
     (OWN, SECOND, "rewards.own.n_evals=2", "rewards.own.temperature=null", "judge.temperature=0.5",
      "rewards.own.n_evals: ... temperature 0"),
+    ("rewards.vie.n_evals=3", "rewards.vie.temperature=null", "judge.temperature=0",
+     "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0"),
+    ('rewards.own={"type": "edit_quality", "temperature": 0}',
+     "rewards.own.n_evals: ... n_evals=3 ... temperature 0 ... above 0"),
     ("rewards.own.type=tests.helpers.tiny_rewards.Ranks", SECOND, HELD_OUT,
      "rewards.own.held_out_only: ... compares ... one"),
     ("rewards={}", OWN, SECOND, HELD_OUT, "rewards: only diagnostics"),
@@ -101,7 +105,9 @@ BROKEN = [
     ("prompts_per_iteration=1000000", "generations_per_prompt=1000000",
      "generations_per_prompt: 1,000,000,000,000 completions"),
     ("judge.api_base=http://judge:99999", "judge.api_base ... range"),
+    ("data.train.0.weight=0", "data.train.0.weight: 0 given ... greater than 0"),
     # correct variants
+    ("rewards.vie.n_evals=3", "rewards.vie.temperature=0.5", "judge.temperature=0", ""),
     ("algorithm.kl_coeff=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_placement=reward", ""),
     ("algorithm.kl_coeff=0", "algorithm.kl_estimator=k1", ""),
     ("algorithm.loss=gspo", "algorithm.importance_correction=sequence", ""),
@@ -147,8 +153,7 @@ def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
 
 
 def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
-    source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
-    problems = problems_of(tmp_path, data={"train": [source]})
+    problems = problems_of(tmp_path, 'data.train.0.columns={"source": ""}')
     assert any(holds(text, "data.train.0: ... edits ... source") for text in problems)
 
 
@@ -168,10 +173,9 @@ def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
     ):
         resolved = build.resolve(config_of(tmp_path, data={"train": train}))
         assert build.mixture_weights(resolved, [range(100), range(10)]) == weights
-    wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
-    zero, unread = problems_of(tmp_path, data=wrong)
-    assert holds(zero, "data.train.0.weight: 0 given ... greater than 0")
-    assert holds(unread, "data.validation.0.weight: unknown key")
+    unread = {"train": [source], "validation": [source | {"weight": 2}]}
+    [problem] = problems_of(tmp_path, data=unread)
+    assert holds(problem, "data.validation.0.weight: unknown key")
     [problem] = problems_of(tmp_path, data={"train": [mixture[0], source]})
     assert holds(problem, "data.train: ... every ... coefficient ... none")
 
@@ -209,18 +213,6 @@ def test_epochs_become_iterations(tmp_path: Path) -> None:
     assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
 
 
-def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    tiny_config.save_checkpoint(config, 7)
-    text, code = check_report.report(config, gpu_gb=141)
-    assert code == 0 and "goes on after 7 iterations" in text
-    [problem] = problems_of(tmp_path, "algorithm.kl_coeff=0.5", "judge.api_base=http://new:1")
-    assert holds(problem, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
-    assert "api_base" not in problem, "a judge may move"
-    (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
-    assert "none of the 1 checkpoints" in check_report.problems(config)[0]
-
-
 def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     run = config.run_dir
@@ -238,7 +230,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     [problem] = check_report.problems(config)
     assert holds(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
     tiny_config.save_checkpoint(config, 5)
-    assert "after 5 iterations" in first_line()
+    assert "goes on after 5 iterations" in first_line()
+    (run / "checkpoints" / "step_000005" / "manifest.json").unlink()
+    assert "none of the 1 checkpoints" in check_report.problems(config)[0]
 
 
 def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +333,6 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
         if config.policy.get("device") == "cpu":
             assert planned is None
             continue
-        assert planned is not None and planned.engine is not None
         assert planned.engine.at_once >= config.generations_per_prompt
         assert planned.peak_gb <= 0.9 * gpu_gb
 
@@ -388,7 +381,7 @@ def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
     config = shipped(name, "world_size=1", recompute, ENGINE)
     assert check_report.report(config, 48)[1] == 0
     planned = memory_plan.footprint(build.resolve(config), 48)
-    assert planned is not None and planned.engine is None
+    assert planned.engine is None
     # 32 completions of 768 + 256 tokens, keys and values of 36 layers and 8 heads of 128, 2 bytes.
     [cache_gb] = [row.gb for row in planned.rows if row.part == "key-value cache"]
     assert cache_gb == pytest.approx(32 * 1024 * 2 * 36 * 8 * 128 * 2 / 1e9)
@@ -403,7 +396,7 @@ def test_sd3_without_t5_saves_its_weights() -> None:
     t5 = build.resolve(shipped("one_gpu_48gb", *overrides))
     none = build.resolve(shipped("one_gpu_48gb", *overrides, "renderer.use_t5=false"))
     before, after = (memory_plan.footprint(resolved, 32) for resolved in (t5, none))
-    assert before is not None and after is not None and after.peak_gb <= 32
+    assert after.peak_gb <= 32
     # 4.762 B parameters of 2 bytes.
     assert before.total_gb("render") - after.total_gb("render") == pytest.approx(4.762 * 2)
     # On a GPU of its own, SD3 takes nothing from the policy's.
@@ -514,6 +507,16 @@ def sized(folder: Path) -> str:
         "gradient_checkpointing: $.gpu_gb <= 130 } }"
     )
     return str(path)
+
+
+def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60)))
+    for overrides, code, text in (
+        ([], 1, "against 60 GB"),
+        (["gpu_gb=141"], 0, "nothing is wrong"),
+    ):
+        assert launched("--check", path, *overrides) == code
+        assert text in capsys.readouterr().out
 
 
 def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch) -> None:

@@ -45,7 +45,6 @@ from rl.meter import Recompute
 from rl.policies.qwen_vl import Qwen25VL
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
-EDITOR = (Row("renderer transformer", 40, PHASES), Row("renderer, workspace", 2, ("render",)))
 ENGINE = InferenceEngine(
     share=0.5,
     own_gb=1.5,
@@ -71,7 +70,7 @@ SIZES = Sizes(
     checkpointing=False,
     engine=ENGINE,
     reads_reference=False,
-    frozen=EDITOR,
+    frozen=(Row("renderer transformer", 40, PHASES), Row("renderer, workspace", 2, ("render",))),
 )
 
 
@@ -166,7 +165,9 @@ def test_a_real_forward_keeps_the_planned_bytes(
     dtype: str,
     checkpointing: Recompute,
 ) -> None:
-    """Measured after the packed forward of a policy, while its graph is alive."""
+    """Measured after the packed forward of a policy, while its graph is alive: the bytes that one
+    layer keeps for each token. The plan leaves out log-sum-exps, a norm's root and an adapter's
+    inner values."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     section = {"dtype": dtype, "device": "cpu", "lora": lora}
     if model is TINY3:
@@ -186,14 +187,6 @@ def test_a_real_forward_keeps_the_planned_bytes(
             gradient_checkpointing=checkpointing,
         )
         policy = Qwen25VL(Qwen25VL.Config.model_validate(section), setup)
-    planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
-    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
-
-
-def kept_per_token(policy: Any) -> float:
-    """Bytes that one layer keeps for each token.
-
-    The plan leaves out log-sum-exps, a norm's root and an adapter's inner values."""
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
@@ -208,7 +201,9 @@ def kept_per_token(policy: Any) -> float:
             outputs = policy.module(batch)
         assert outputs.logprobs.requires_grad
         kept.append(live.total())
-    return (kept[0] - kept[1]) / len(batch.input_ids)
+    planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
+    per_token = (kept[0] - kept[1]) / len(batch.input_ids)
+    assert per_token == pytest.approx(planned, rel=0.05)
 
 
 def test_memory_of_each_phase_by_hand() -> None:
@@ -273,7 +268,6 @@ def test_only_hidden_states_need_a_forward_before_the_picture(
     name: str, changes: list[str], kept: str, forward: str
 ) -> None:
     planned = footprint(build.resolve(shipped(name, *changes)), 141)
-    assert planned is not None
     phases = {row.part: " ".join(row.phases) for row in planned.rows}
     assert phases["activations, kept"] == kept and phases["forward, workspace"] == forward
 
@@ -316,7 +310,6 @@ def test_models_on_other_devices_are_not_counted() -> None:
         footprint(build.resolve(shipped("qwen_image_edit", f"renderer.device={device}")), 141)
         for device in ("cuda:1", "cuda:0")
     )
-    assert elsewhere is not None and here is not None
     assert not any(row.part.startswith("renderer") for row in elsewhere.rows)
     # 13.63 B + 0.127 B weights of two bytes.
     parts = {row.part: row.gb for row in here.rows}
@@ -358,7 +351,6 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
         engine = replace(fat, max_num_seqs=1000, **changes)
         planned = plan(replace(sizes, engine=engine), gpu_gb)
         claim = engine_claim(planned, gpu_gb)
-        assert claim is not None and planned.engine is not None
         assert planned.engine.at_once > 1
         return claim.cache_bytes, claim.share
 
@@ -378,7 +370,7 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     # An engine that stays shares the GPU with the largest phase. max_num_seqs is the upper limit.
     assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
     few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
-    assert few.engine is not None and int(few.engine.at_once) == 8
+    assert int(few.engine.at_once) == 8
     assert engine_claim(planned_on(100), 100) is None, "a stated share needs no claim"
 
 
@@ -416,10 +408,9 @@ def test_host_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_plan(full, on_gpu, 4)["engine asleep, pinned"] == pytest.approx(4 * 6)
 
 
-def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported() -> None:
     planned = {"engine asleep, pinned": 30.0}
-    assert host_problems(planned, 8, None) == []
-    assert host_problems(planned, 8, 30) == []
+    assert host_problems(planned, 8, None) == host_problems(planned, 8, 30) == []
     [line] = host_problems(planned, 8, 20)
     assert holds(line, "host memory: 30.0 GB ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 

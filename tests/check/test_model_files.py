@@ -31,9 +31,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
     plugin, problems = build.find_plugin(directory, directory, section)
-    assert plugin is not None and not problems, problems
-    declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
-    return declared
+    assert not problems, problems
+    return plugin.cls.models(plugin.config)
 
 
 def linked(name: str, folder: Path) -> Path:

@@ -133,10 +133,10 @@ def test_an_adapter_with_other_lora_settings_is_refused(tmp_path: Path) -> None:
     settings = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     change = f"policy.adapter_path={tmp_path}"
-    [lacking] = check_report.problems(tiny_config.shipped("quickstart", change))
+    config = tiny_config.shipped("quickstart", change)
+    [lacking] = check_report.problems(config)
     assert holds(lacking, f"policy.adapter_path: {tmp_path} ... adapter_model.safetensors")
     (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    config = tiny_config.shipped("quickstart", change)
     assert check_report.problems(config) == []
     [unread] = no_effect(build.resolve(config))
     assert holds(unread, "policy.lora.target_modules: ... adapter_path")

@@ -179,33 +179,25 @@ def test_mistakes_name_field_and_fix(tmp_path: Path, changes: dict[str, Any], pa
     assert holds(caught.value, parts), caught.value
 
 
-def as_flat(name: str) -> str:
-    """The flat file that EARL's user would have written for one of the ten."""
-    ours = tiny_config.shipped(name)
-    policy, context = ours.policy, ours.engine["max_model_len"]
-    changes = {
-        "train_paths_file": [source["path"] for source in ours.data.train],
-        "coefficients": [source["coefficient"] for source in ours.data.train],
-        "model_path": policy["model_path"],
-        "tokenizer_path": policy["tokenizer_path"],
-        "assistant_prefill": policy["assistant_prefill"],
-        "num_iterations": ours.num_iterations,
-        "per_device_batch_size": ours.optimizer.max_tokens_per_micro_batch // context,
-        "model_context_size": context,
-        "random_seed": 42,
-        "world_size": 4,
-        "gpu_gb": 80,
-    }
-    return flat(**changes)
-
-
 @pytest.mark.parametrize("name", [name for name in tiny_config.SHIPPED if "__rl_" in name])
 def test_our_ten_configs_equal_their_flat_form(tmp_path: Path, name: str) -> None:
     """Both forms give the same run, including the constants of EARL's code."""
-    ours, theirs = (
-        config.model_dump(mode="json")
-        for config in (tiny_config.shipped(name), load(tmp_path, as_flat(name)))
+    config = tiny_config.shipped(name)
+    policy, context = config.policy, config.engine["max_model_len"]
+    block = flat(
+        train_paths_file=[source["path"] for source in config.data.train],
+        coefficients=[source["coefficient"] for source in config.data.train],
+        model_path=policy["model_path"],
+        tokenizer_path=policy["tokenizer_path"],
+        assistant_prefill=policy["assistant_prefill"],
+        num_iterations=config.num_iterations,
+        per_device_batch_size=config.optimizer.max_tokens_per_micro_batch // context,
+        model_context_size=context,
+        random_seed=42,
+        world_size=4,
+        gpu_gb=80,
     )
+    ours, theirs = (each.model_dump(mode="json") for each in (config, load(tmp_path, block)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once
     theirs["engine"]["gpu_memory_utilization"] = "auto"

@@ -58,10 +58,7 @@ def config_of(run_dir: Path, *overrides: str) -> Any:
 
 def stored(*allowed: Any, **sections: Any) -> dict[str, Any]:
     """What is read of a run's config with these sections."""
-    read: dict[str, Any] = loading.stored(
-        {"format": loading.CONFIG_FORMAT, **sections}, "it", *allowed
-    )
-    return read
+    return loading.stored({"format": loading.CONFIG_FORMAT, **sections}, "it", *allowed)
 
 
 def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
@@ -116,6 +113,7 @@ def test_a_removed_key_is_refused_only_with_another_value_than_its_default() -> 
 def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = check_report.problems(config_of(run_dir, *changes))
+    assert holds(problem, "run_name: ... 'tiny_prompts'")
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
     assert breaking == ["data.train.0.seed: 1 -> 5", "algorithm.loss: 'dapo' -> 'grpo'"]
 

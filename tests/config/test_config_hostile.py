@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from copy import deepcopy
@@ -30,15 +29,15 @@ def full(folder: Path) -> dict[str, Any]:
     """A config that states every key of every section."""
     config = tiny_config.validated(tiny_config.real(folder))
     resolved = build.resolve(config)
-    values: dict[str, Any] = json.loads(config.model_dump_json())
-    for section in ("policy", "engine", "renderer"):
-        values[section] = json.loads(getattr(resolved, section).config.model_dump_json())
-    values["rewards"] = {
-        name: json.loads(plugin.config.model_dump_json())
-        for name, plugin in resolved.rewards.items()
+    sections = {
+        name: getattr(resolved, name).config.model_dump(mode="json")
+        for name in ("policy", "engine", "renderer")
     }
-    values["renderer"].pop("scheduler_overrides", None)
-    return values
+    sections["renderer"].pop("scheduler_overrides", None)
+    rewards = {
+        name: plugin.config.model_dump(mode="json") for name, plugin in resolved.rewards.items()
+    }
+    return config.model_dump(mode="json") | sections | {"rewards": rewards}
 
 
 def keys(values: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -47,7 +47,8 @@ def changed(values: dict[str, Any], *changes: str) -> dict[str, Any]:
         *sections, last = key.split(".")
         section = values
         for part in sections:
-            section = section.setdefault(part, {})
+            is_list = isinstance(section, list)
+            section = section[int(part)] if is_list else section.setdefault(part, {})
         try:
             section[last] = json.loads(value)
         except ValueError:

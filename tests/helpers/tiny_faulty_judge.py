@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +134,16 @@ class PickyJudge(FaultyJudge):
         page: str = "Unsupported parameter: 'NAME' is not supported with this model.",
     ) -> None:
         """`page`: body of a refusal, in which NAME is replaced by the parameter."""
-        self.refused = refused
-        self.refusal = Fault(status, body=page)
+        self.refused, self.status, self.page = refused, status, page
         super().__init__()
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        fault = super().begin(body, headers)
         parameter = next((name for name in self.refused if name in json.loads(body)), None)
         if parameter is None:
-            return super().begin(body, headers)
-        faults, self.faults = self.faults, []  # `faults` are for accepted requests
-        super().begin(body, headers)
-        self.faults = faults
-        return replace(self.refusal, body=(self.refusal.body or "").replace("NAME", parameter))
+            return fault
+        self.faults.insert(0, fault)  # `faults` are for accepted requests
+        return Fault(self.status, body=self.page.replace("NAME", parameter))
 
     def log(self) -> list[str]:
         """The optional parameters of each request."""
@@ -266,5 +264,4 @@ def answers_of(
     client: JudgeClient, questions: Iterable[Question], repeat: int = 0
 ) -> list[Answer[Any]]:
     """The answers to the questions, asked one after the other; closes the client afterwards."""
-    answers: list[Answer[Any]] = used(client, lambda c: ask_in_turn(c, questions, repeat))
-    return answers
+    return used(client, lambda client: ask_in_turn(client, questions, repeat))

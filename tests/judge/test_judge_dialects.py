@@ -61,10 +61,6 @@ def page_of(dialect: str, name: str = "NAME") -> str:
     return " ".join(DIALECTS[dialect].replace("NAME", name).split())
 
 
-def picky(dialect: str, *refused: str) -> PickyJudge:
-    return PickyJudge(*refused, status=STATUSES.get(dialect, 400), page=page_of(dialect))
-
-
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("parameter", ["max_tokens", "temperature", "seed"])
 def test_each_dialect_names_its_refused_parameter(name: str, parameter: str) -> None:
@@ -108,7 +104,8 @@ def answers_to(client: JudgeClient, texts: str, repeat: int = 0) -> list[Answer[
 
 @pytest.mark.parametrize("dialect", ["OpenAI", "Azure", "LiteLLM, old", "Mistral", "Gemini", "TGI"])
 def test_three_refused_parameters_cost_three_extra_requests_once(dialect: str, caplog) -> None:
-    with picky(dialect, "max_tokens", "temperature", "seed") as judge:
+    refused, status = ("max_tokens", "temperature", "seed"), STATUSES.get(dialect, 400)
+    with PickyJudge(*refused, status=status, page=page_of(dialect)) as judge:
         client = judge.client(max_tokens=300)
         answers = answers_to(client, "abc")
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 3
@@ -136,7 +133,7 @@ def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) ->
 def test_a_length_that_is_refused_under_both_names_stops_the_run() -> None:
     """No reply is asked for without a limit of its length."""
     refusal = pytest.raises(JudgeRefused, match="max_completion_tokens")
-    with picky("Groq", "max_tokens", "max_completion_tokens") as judge, refusal:
+    with PickyJudge("max_tokens", "max_completion_tokens") as judge, refusal:
         answers_to(judge.client(), "a")
     assert len(judge.requests) == 2
 

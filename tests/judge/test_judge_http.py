@@ -32,7 +32,6 @@ from rl.judge.client import Answer, JudgeRefused, JudgeStats
 TIMEOUT_S = 2.0
 """Long enough for a correct answer on a busy machine."""
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-WHOLE_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope())
 DEEP = b"[" * 200_000
 FLOOD = 2**16
 
@@ -54,7 +53,11 @@ READ = {
     "identity by name": page(envelope(), "Content-Encoding: Identity"),
     "a cookie without end": page(envelope(), "Set-Cookie: a=" + "b" * 50_000),
     "odd bytes in a header": page(envelope(), "X-Odd: \xff\xfe"),
-    "interim responses first": raw(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
+    "interim responses first": raw(
+        b"HTTP/1.1 102 Wait\r\n\r\n" * 3,
+        CHUNKED,
+        b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope()),
+    ),
     "half a surrogate pair": page(envelope(GOOD.replace("fine", "fine \ud83d"))),
     "old HTTP, closed at the end": raw(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
 }  # fmt: skip

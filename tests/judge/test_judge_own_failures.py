@@ -32,9 +32,7 @@ class Choosy(FaultyJudge):
         url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
         picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
         super().begin(body, headers)
-        pixel = picture.getpixel((16, 16))
-        assert isinstance(pixel, tuple)
-        return self.fault if pixel[0] in self.bad else Fault(stall_s=0.02)
+        return self.fault if picture.getpixel((16, 16))[0] in self.bad else Fault(stall_s=0.02)
 
 
 async def ask_groups(client: JudgeClient) -> list[list[Answer[Any]]]:

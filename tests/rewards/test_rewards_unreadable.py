@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from rl.api.judge import Answer
 from rl.api.types import (
     Action,
     Completion,
-    Episode,
     Prompt,
     RenderFailure,
     RewardInput,
@@ -90,22 +88,6 @@ def test_only_unreadable_replies_count_as_the_lowest_rating(
         assert output.parts == {"sc_01": 0.0, "pq_01": 0.0} and is_unreadable(output.failure)
 
 
-def episode_with(results: Sequence[Any], unreadable: str = "ungraded") -> Episode:
-    """Of one picture per result: its grades, or the renderer's failure."""
-    words = Completion((5,), (-0.5,), "stop")
-    base = RewardInput(SAMPLE, "words", None)
-    readings = []
-    for n, result in enumerate(results):
-        failed = isinstance(result, RenderFailure)
-        picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
-        readings.append(Reading(picture, base, {} if failed else result))
-    arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
-    return episode_of(run_config(judge={"unreadable": unreadable}), arm, "g", 1)
-
-
-LOWEST = replace(PROSE, value=0.0)
-
-
 @pytest.mark.parametrize(
     ("verdicts", "key", "status", "is_counted"),
     [
@@ -116,14 +98,23 @@ LOWEST = replace(PROSE, value=0.0)
         ([{"judge": PROSE}, RenderFailure("lost")], "ungraded", Status.UNGRADED, False),
         ([{"judge": PROSE}, {"judge": FAIR}], "ungraded", Status.SCORED, False),
         ([{"judge": FAIR}], "ungraded", Status.SCORED, False),
-        ([{"judge": LOWEST}], "lowest", Status.SCORED, True),
+        ([{"judge": replace(PROSE, value=0.0)}], "lowest", Status.SCORED, True),
         ([{"judge": FAIR}], "lowest", Status.SCORED, False),
     ],
 )
 def test_an_episode_says_whether_its_replies_were_unreadable(
     verdicts: list[Any], key: str, status: Status, is_counted: bool
 ) -> None:
-    found = episode_with(verdicts, key)
+    """One picture per verdict: its grades, or the renderer's failure."""
+    words = Completion((5,), (-0.5,), "stop")
+    base = RewardInput(SAMPLE, "words", None)
+    readings = []
+    for n, result in enumerate(verdicts):
+        failed = isinstance(result, RenderFailure)
+        picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
+        readings.append(Reading(picture, base, {} if failed else result))
+    arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
+    found = episode_of(run_config(judge={"unreadable": key}), arm, "g", 1)
     assert found.status is status and found.unreadable == is_counted
     assert (found.failure is None) == (verdicts == [{"judge": FAIR}])
 
