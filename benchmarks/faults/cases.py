@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.faults import tiny_run
 from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
-from tests.helpers.tiny_faulty_judge import GOOD, Fault, envelope, page, raw
+from tests.helpers.tiny_faulty_judge import GOOD, Fault, dripping, envelope, page, raw
 
 FIRST_OF_TRAINING = 2
 """Number of the first judge request of training; request 1 is sent before a model is loaded."""
@@ -187,9 +187,9 @@ _JUDGE = {
     "another model": Fault(body=json.dumps({**json.loads(_GOOD_BODY), "model": "another"})),
     "random bytes": raw(bytes(range(256)) * 8),
     "reset": Fault(reset=True),
-    "cut": Fault(cut=True),
+    "cut": page(_GOOD_BODY, length=10**6),
     "slower than timeout_s": Fault(stall_s=7.0),
-    "trickles": Fault(trickle_s=0.2),
+    "trickles": dripping(b" ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"),
     "compressed": page(_GOOD_BODY, "Content-Encoding: gzip"),
     "a header of 100 kB": page(_GOOD_BODY, "X: " + "x" * 100_000),
     "20 MB": page(b"x" * 20_000_000),

@@ -66,19 +66,13 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Resolved:
     return build.resolve(tiny_config.validated(values))
 
 
-def draw(outsider: Any, error: BaseException) -> None:
-    next(outsider.Poster.render(None, [error]))
-
-
-def decode(outsider: Any, error: BaseException) -> None:
-    """A renderer pulls its jobs from a generator of the loop, which calls the policy."""
-    next(outsider.Poster.render(None, (outsider.Mine.build_prompt(None, error) for _ in "a")))
-
-
 CALLS: dict[str, Callable[[Any, BaseException], object]] = {
     "policy: outsider.Mine": lambda outsider, e: outsider.Mine.build_prompt(None, e),
-    "policy: outsider.Mine raises": decode,
-    "renderer: outsider.Poster": draw,
+    # A renderer pulls its jobs from a generator of the loop, which calls the policy.
+    "policy: outsider.Mine raises": lambda outsider, e: next(
+        outsider.Poster.render(None, (outsider.Mine.build_prompt(None, e) for _ in "a"))
+    ),
+    "renderer: outsider.Poster": lambda outsider, e: next(outsider.Poster.render(None, [e])),
     "data.train.0: outsider.Wishes or data.validation.0: outsider.Wishes": (
         lambda outsider, e: outsider.Wishes.__getitem__(None, e)
     ),

@@ -254,16 +254,6 @@ def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None
     assert holds(str(error.value), "rewards.a/b: ... letters, digits")
 
 
-def test_repeated_questions_at_temperature_0_are_refused(tmp_path, monkeypatch) -> None:
-    judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
-    vie, noisy = ({"type": "viescore", "n_evals": 3, "temperature": t} for t in (None, 0.5))
-    rewards = {"vie": vie, "noisy": noisy, "own": {"type": "edit_quality", "temperature": 0}}
-    problems = problems_of(tmp_path, monkeypatch, "", rewards=rewards, judge=judge)
-    for name, problem in zip(("own", "vie"), problems, strict=True):
-        expected = f"rewards.{name}.n_evals: ... n_evals=3 ... temperature 0 ... above 0"
-        assert holds(problem, expected)
-
-
 RIGHT = """
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from collections.abc import Sequence

@@ -5,43 +5,22 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from tiny_rewards import ScriptedJudge, make
 from tiny_typing import typing_errors
 
-from rl.api.judge import Answer, Question
-from rl.api.plugin import PluginConfig, Resources
+from rl.api.plugin import PluginConfig
 from rl.api.types import RewardInput, Sample
-from rl.config.schema import JudgeConfig
-from rl.judge.reply import UnreadableReplyError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/judge.md"
 
 
-class Replies:
-    """A judge that gives one reply, once."""
-
-    config = JudgeConfig()
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply
-
-    async def ask(
-        self, question: Question, parse: Callable[[str], Any], repeat: int = 0
-    ) -> Answer[Any]:
-        try:
-            return Answer(parse(self.reply), (self.reply,), None, 1, 0.0)
-        except UnreadableReplyError as error:
-            return Answer(None, (self.reply,), f"unreadable: {error}", 1, 0.0)
-
-
 def source() -> str:
     block = re.search(r"^    # my_plugins/legible\.py\n(?:    .*\n|\n)+", PAGE.read_text(), re.M)
-    assert block is not None
     return textwrap.dedent(block[0])
 
 
@@ -50,9 +29,7 @@ def test_the_printed_reward_grades_and_reports_failures() -> None:
     exec(source(), namespace)
     picture = RewardInput(Sample("a", "write a word"), "", Image.new("RGB", (8, 8)))
     for reply, value in (('{"score": 7}', 0.7), ('{"score": 11}', None), ("seven", None)):
-        reward = namespace["Legible"](
-            PluginConfig(type="legible"), Resources(Replies(reply), "cpu")
-        )
+        reward = make(namespace["Legible"], PluginConfig(type="legible"), ScriptedJudge(reply))
         output = asyncio.run(reward.grade(picture))
         assert output.value == value and output.replies == (reply,)
         assert (output.failure is None) == (value is not None)

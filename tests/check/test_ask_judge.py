@@ -57,51 +57,51 @@ def test_each_reward_asks_the_same_questions_as_in_training(tmp_path: Path) -> N
     assert ", value 0.65\n" in text and ", value 0.8\n" in text
 
 
-REFUSED = {
+SCORE = {"rewards": {"score": {"type": "expected_score"}}}
+REFUSED: dict[str, tuple[Fault, str, dict[str, Any]]] = {
     "wrong key": (Fault(401, body=f"Incorrect API key provided: {KEY}."),
-                  "HTTP 401 Incorrect API key provided: <MY_JUDGE> ... judge.api_key_env"),
-    "no pictures, llama.cpp": (Fault(500, body="image input is not supported"), "vision-language"),
-    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64"),
-    "no such path": (Fault(404, body="?"), "the path in judge.api_base"),
-    "no pictures": (Fault(400, body="llama is not a multimodal model"),
-                    "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'"),
+                  "HTTP 401 Incorrect API key provided: <MY_JUDGE> ... judge.api_key_env", {}),
+    "no pictures, llama.cpp": (Fault(500, body="image input is not supported"), "vision-lang", {}),
+    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64", {}),
+    "no such path": (Fault(404, body="?"), "the path in judge.api_base", {}),
+    "no pictures": (
+        Fault(400, body="llama is not a multimodal model"),
+        "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'", {}),
     "context": (
         Fault(400, body="The decoder prompt (length 2180) is longer than the maximum model length"),
-        "--max-model-len ... judge.image_side_px=64 ... judge.max_tokens="),
+        "--max-model-len ... judge.image_side_px=64 ... judge.max_tokens=", {}),
     "prose": (Fault(reply="A lovely picture,\x1b[1m I would say 8."),
-              "no JSON object ... 2 tries ... A lovely picture,\\x1b[1m I would say 8.\n"),
-    "too few": (Fault(reply='{"score": [8]}'), '1 numbers ... "score" ... 2 tries'),
-    "silence": (Fault(reply=""), "(nothing)\n ... judge.guided_json="),
-    "broken": (Fault(503, body="out of memory"), "http_503: out of memory (2 "),
+              "no JSON object ... 2 tries ... A lovely picture,\\x1b[1m I would say 8.\n", {}),
+    "too few": (Fault(reply='{"score": [8]}'), '1 numbers ... "score" ... 2 tries', {}),
+    "silence": (Fault(reply=""), "(nothing)\n ... judge.guided_json=", {}),
+    "broken": (Fault(503, body="out of memory"), "http_503: out of memory (2 ", {}),
+    # one whose first token cannot be read
+    "thinks": (Fault(body=first_token(("<think>", -0.01), ("7", -9.0))),
+               "rewards.score: ... less than min_legal_mass=0.9 ... its reply: ... <think> ... "
+               "Remedy: ... does not think first", SCORE),
+    "no log-probs": (Fault(reply="7"),
+                     "judge: ... no log-probs of the first token ... Remedy: ... vLLM", SCORE),
+    "refused log-probs": (
+        Fault(403, body="You are not allowed to request logprobs from this model"),
+        "HTTP 403 ... Remedy: ... 'rubric'", SCORE),
+    # given up sooner than by a run
+    "late": (Fault(stall_s=3.0), "timeout: no reply within 0.3 s ... Remedy: ",
+             {"judge": {"timeout_s": 0.3, "max_outage_s": 600.0}}),
+    "quota": (Fault(429, body="insufficient_quota"),
+              "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency=",
+              {"judge": {"timeout_s": 1.0, "max_outage_s": 600.0}}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_judge_that_cannot_grade_is_reported_with_a_fix(name: str, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("fault", "parts", "changes"), REFUSED.values(), ids=REFUSED)
+def test_a_judge_that_cannot_grade_is_reported_with_a_fix(
+    fault: Fault, parts: str, changes: dict[str, Any], tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
-    fault, parts = REFUSED[name]
+    own = {"api_key_env": "MY_JUDGE", "max_attempts": 2} | changes.get("judge", {})
     with FaultyJudge(after=fault) as judge:
-        changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
-        text, code = report_online(tmp_path, judge.api_base, judge=changes)
+        text, code = report_online(tmp_path, judge.api_base, **changes | {"judge": own})
     assert code == 1 and holds(text, parts) and KEY not in text, text
-
-
-@pytest.mark.parametrize(
-    ("fault", "parts"),
-    [
-        (Fault(body=first_token(("<think>", -0.01), ("7", -9.0))),
-         "rewards.score: ... less than min_legal_mass=0.9 ... its reply: ... <think> ... Remedy: "
-         "... does not think first"),
-        (Fault(reply="7"), "judge: ... no log-probs of the first token ... Remedy: ... vLLM"),
-        (Fault(403, body="You are not allowed to request logprobs from this model"),
-         "HTTP 403 ... Remedy: ... 'rubric'"),
-    ],
-)  # fmt: skip
-def test_a_judge_whose_first_token_cannot_be_read_is_reported(tmp_path, fault, parts) -> None:
-    rewards = {"score": {"type": "expected_score"}}
-    with FaultyJudge(after=fault) as judge:
-        text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
-    assert code == 1 and holds(text, parts), text
 
 
 def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:
@@ -131,23 +131,6 @@ def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> 
     monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
     text, code = report_online(tmp_path, "http://judge.test:1")
     assert code == 1 and holds(text, "judge: HTTP_PROXY ... NO_PROXY")
-
-
-@pytest.mark.parametrize(
-    ("fault", "timeout_s", "parts"),
-    [
-        (Fault(stall_s=3.0), 0.3, "timeout: no reply within 0.3 s ... Remedy: "),
-        (Fault(429, body="insufficient_quota"), 1.0,
-         "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="),
-    ],
-)  # fmt: skip
-def test_the_check_gives_up_sooner_than_a_run(
-    tmp_path: Path, fault: Fault, timeout_s: float, parts: str
-) -> None:
-    with FaultyJudge(after=fault) as judge:
-        changes = {"timeout_s": timeout_s, "max_outage_s": 600.0}
-        text, code = report_online(tmp_path, judge.api_base, judge=changes)
-    assert code == 1 and holds(text, parts)
 
 
 def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:

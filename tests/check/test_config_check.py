@@ -22,146 +22,138 @@ from rl.ranks.dist import Machine
 from rl.simple_launch import main
 
 
-def config_of(folder: Path, **changes: Any) -> RunConfig:
-    return tiny_config.validated(tiny_config.real(folder, **changes))
+def config_of(folder: Path, *overrides: str, **changes: Any) -> RunConfig:
+    return tiny_config.validated(
+        tiny_config.changed(tiny_config.real(folder, **changes), *overrides)
+    )
 
 
-def problems_of(folder: Path, **changes: Any) -> list[str]:
-    return check_report.problems(config_of(folder, **changes))
+def problems_of(folder: Path, *overrides: str, **changes: Any) -> list[str]:
+    return check_report.problems(config_of(folder, *overrides, **changes))
 
 
 RIGHT = {"type": "viescore"}
-DROPS_OUT = {
-    "type": "qwen2_5_vl",
-    "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "lora": {"dropout": 0.1},
-}
-QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
-SECOND = RIGHT | {"judge": {"api_base": "http://h:2", "model": "other"}}
-HELD_OUT = SECOND | {"held_out_only": True}
-BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"engine": {"type": "vllm", "max_model_length": 64}},
-     "engine.max_model_length: ... 'max_model_len'"),
-    ({"policy": QWEN | {"lora": {"alfa": 3}}}, "policy.lora.alfa: ... 'alpha'"),
-    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... multiple of 3"),
-    ({"renderer": {"type": "qwen_image_edt"}},
+NOTHING = {"type": "tiny_plugins.nothing"}
+OWN = "rewards.own.type=viescore"
+SECOND = 'rewards.own.judge={"api_base": "http://h:2", "model": "other"}'
+HELD_OUT = "rewards.own.held_out_only=true"
+BROKEN = [
+    ("engine.max_model_length=64", "engine.max_model_length: ... 'max_model_len'"),
+    ("policy.lora.alfa=3", "policy.lora.alfa: ... 'alpha'"),
+    ("world_size=3", "prompts_per_iteration: ... 4 ... 3 ... world_size ... multiple of 3"),
+    ("renderer.type=qwen_image_edt",
      "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
-    ({"engine": {}}, "engine.type: ... missing ... transformers, vllm"),
-    ({"data": {"train": [{"type": "edit_jsonl", "path": "nowhere.jsonl"}]}},
+    ("engine={}", "engine.type: ... missing ... transformers, vllm"),
+    ('data.train=[{"type": "edit_jsonl", "path": "nowhere.jsonl"}]',
      "data.train.0: ... nowhere.jsonl ... exist"),
-    ({"policy": QWEN | {"model_path": "./weights"}}, "policy.model_path: ... './weights'"),
-    ({"judge": {"api_base": ""}}, "judge.api_base ... empty ... URL"),
-    ({"judge": {"api_base": "embedded"}},
+    ("policy.model_path=./weights", "policy.model_path: ... './weights'"),
+    ("judge.api_base=", "judge.api_base ... empty ... URL"),
+    ("judge.api_base=embedded",
      "judge.api_base ... 'embedded' ... http://host:4877 ... host:port ... judge.start_command"),
-    ({"judge": {"start_command": ["no_such_judge", "{url_file}"]}},
+    ('judge={"start_command": ["no_such_judge", "{url_file}"]}',
      "judge.start_command: ... 'no_such_judge' ... PATH"),
-    ({"judge": {"start_command": ["{python}", "-m", "my_judge"]}},
+    ('judge={"start_command": ["{python}", "-m", "my_judge"]}',
      "judge.start_command: ... '{url_file}'"),
-    ({"judge": {"start_command": ["{python}"], "api_base": "http://h:x"}},
+    ('judge={"start_command": ["{python}"], "api_base": "http://h:x"}',
      "judge.api_base ... 'http://h:x' ... port"),
-    ({"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
+    ("judge.api_key_env=NO_SUCH_KEY_HERE",
      "judge.api_key_env ... NO_SUCH_KEY_HERE ... environment ... export"),
-    ({"rewards": {"vie": RIGHT, "own": RIGHT | {"judge": {"api_base": ""}}}},
-     "rewards.own.judge.api_base ... empty"),
-    ({"rewards": {"own": RIGHT | {"judge": {"start_command": ["no_such_judge", "{url_file}"]}}}},
+    (OWN, "rewards.own.judge.api_base=", "rewards.own.judge.api_base ... empty"),
+    (OWN, 'rewards.own.judge={"start_command": ["no_such_judge", "{url_file}"]}',
      "rewards.own.judge.start_command: ... 'no_such_judge' ... PATH"),
-    ({"rewards": {"own": RIGHT | {"judge": {"modle": "b"}}}},
-     "rewards.own.judge.modle: ... 'model'"),
-    ({"rewards": {"own": RIGHT | {"held_out_only": "yes"}}}, "rewards.own.held_out_only: ... yes"),
-    ({"rewards": {"vie": RIGHT, "own": SECOND | {"n_evals": 2, "temperature": None}},
-      "judge": {"api_base": "http://h:1", "temperature": 0.5}},
+    (OWN, "rewards.own.judge.modle=b", "rewards.own.judge.modle: ... 'model'"),
+    (OWN, "rewards.own.held_out_only=yes", "rewards.own.held_out_only: ... yes"),
+    (OWN, SECOND, "rewards.own.n_evals=2", "rewards.own.temperature=null", "judge.temperature=0.5",
      "rewards.own.n_evals: ... temperature 0"),
-    ({"rewards": {"vie": RIGHT, "own": HELD_OUT | {"type": "tests.helpers.tiny_rewards.Ranks"}}},
+    ("rewards.vie.n_evals=3", "rewards.vie.temperature=null", "judge.temperature=0",
+     "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0"),
+    ('rewards.own={"type": "edit_quality", "temperature": 0}',
+     "rewards.own.n_evals: ... n_evals=3 ... temperature 0 ... above 0"),
+    ("rewards.own.type=tests.helpers.tiny_rewards.Ranks", SECOND, HELD_OUT,
      "rewards.own.held_out_only: ... compares ... one"),
-    ({"rewards": {"own": HELD_OUT}}, "rewards: only diagnostics"),
-    ({"rewards": {"vie": RIGHT, "own": HELD_OUT}, "final_reward": {"weights": {"own": 1}}},
+    ("rewards={}", OWN, SECOND, HELD_OUT, "rewards: only diagnostics"),
+    (OWN, SECOND, HELD_OUT, "final_reward.weights.own=1",
      "final_reward.weights.own: ... no picture of training"),
-    ({"renderer": {"type": "none"}}, "rewards.vie: ... pictures ... renderer none"),
-    ({"renderer": {"type": "qwen_image_edit", "height_px": 512}},
-     "renderer.height_px, width_px: ... both"),
-    ({"rewards": {}}, "rewards: ... empty"),
-    ({"final_reward": {"weights": {"view": 1}}},
-     "final_reward.weights.view: ... vie, vie/pq_01, vie/sc_01"),
-    ({"final_reward": {"weights": {"vie": 0}}}, "final_reward.weights: ... zero"),
-    ({"num_epochs": 1}, "num_iterations, num_epochs: ... both"),
-    ({"num_iterations": None}, "num_iterations, num_epochs: ... neither"),
-    ({"generations_per_prompt": 1}, "generations_per_prompt: ... 1 ... mean"),
-    ({"optimizer": {"updates_per_iteration": 5}},
+    ("renderer.type=none", "rewards.vie: ... pictures ... renderer none"),
+    ("renderer.height_px=512", "renderer.height_px, width_px: ... both"),
+    ("rewards={}", "rewards: ... empty"),
+    ("final_reward.weights.view=1", "final_reward.weights.view: ... vie, vie/pq_01, vie/sc_01"),
+    ("final_reward.weights.vie=0", "final_reward.weights: ... zero"),
+    ("num_epochs=1", "num_iterations, num_epochs: ... both"),
+    ("num_iterations=null", "num_iterations, num_epochs: ... neither"),
+    ("generations_per_prompt=1", "generations_per_prompt: ... 1 ... mean"),
+    ("optimizer.updates_per_iteration=5",
      "optimizer.updates_per_iteration: ... 5 updates ... 4 groups"),
-    ({"max_staleness": 1, "optimizer": {"updates_per_iteration": 2}},
+    ("max_staleness=1", "optimizer.updates_per_iteration=2",
      "max_staleness: ... 1 ... optimizer.updates_per_iteration 2"),
-    ({"optimizer": {"warmup_iterations": 3}}, "optimizer.warmup_iterations: ... 3"),
-    ({"engine": {"type": "vllm", "max_model_len": 2048}},
+    ("optimizer.warmup_iterations=3", "optimizer.warmup_iterations: ... 3"),
+    ("engine.max_model_len=2048",
      "engine.max_model_len: ... 2048 (policy.max_prompt_tokens) ... "
      "256 (sampling.max_completion_tokens) ... 2304"),
-    ({"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1"}},
+    ("algorithm.kl_coeff=0.1", "algorithm.kl_estimator=k1",
      "algorithm.kl_estimator: ... 'k1' ... zero ... 'k2' or 'k3' ... kl_placement 'reward'"),
-    ({"algorithm": {"loss": "gspo"}}, "algorithm.importance_correction: ... 'token' ... 'gspo'"),
-    ({"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
+    ("algorithm.loss=gspo", "algorithm.importance_correction: ... 'token' ... 'gspo'"),
+    ("engine.type=transformers", "optimizer.zero_stage=3",
      "engine.type: ... transformers ... ZeRO-3 ... 'vllm' ... optimizer.zero_stage <= 2"),
-    ({"evaluation": {"every_n_iterations": 5}}, "data.validation: ... empty ... evaluation.every"),
-    ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.type: ... 512 ... policy.lora.r (513)"),
-    ({"policy": QWEN | {"device": "cuda:1"}},
+    ("evaluation.every_n_iterations=5", "data.validation: ... empty ... evaluation.every"),
+    ("policy.lora.r=513", "engine.type: ... 512 ... policy.lora.r (513)"),
+    ("policy.device=cuda:1",
      "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
-    ({"policy": QWEN | {"device": "cuda:+1"}}, "policy.device: ... 'cuda:+1' ... own device"),
-    ({"checkpoint": {"push_to_hub_every_n_iterations": 5}},
+    ("policy.device=cuda:+1", "policy.device: ... 'cuda:+1' ... own device"),
+    ("checkpoint.push_to_hub_every_n_iterations=5",
      "checkpoint.push_to_hub_repo_id: ... empty ... repository"),
+    ("prompts_per_iteration=1000000", "generations_per_prompt=1000000",
+     "generations_per_prompt: 1,000,000,000,000 completions"),
+    ("judge.api_base=http://judge:99999", "judge.api_base ... range"),
+    ("data.train.0.weight=0", "data.train.0.weight: 0 given ... greater than 0"),
+    # correct variants
+    ("rewards.vie.n_evals=3", "rewards.vie.temperature=0.5", "judge.temperature=0", ""),
+    ("algorithm.kl_coeff=0.1", "algorithm.kl_estimator=k1", "algorithm.kl_placement=reward", ""),
+    ("algorithm.kl_coeff=0", "algorithm.kl_estimator=k1", ""),
+    ("algorithm.loss=gspo", "algorithm.importance_correction=sequence", ""),
+    ("engine.type=transformers", "optimizer.backend=torch", "optimizer.zero_stage=3", ""),
+    ("optimizer.zero_stage=3", ""),
+    ("max_staleness=1", ""),
+    ("optimizer.updates_per_iteration=2", ""),
 ]  # fmt: skip
-"""(changes to a correct config, parts of the message, the first of which is the key)."""
+"""Changes to a correct config, then parts of the message, the first of which is the key ("": no
+message)."""
 
 
-@pytest.mark.parametrize(("changes", "parts"), BROKEN, ids=[text[:40] for _, text in BROKEN])
-def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
-    [problem] = problems_of(tmp_path, **changes)
-    assert problem.startswith(parts.partition(" ... ")[0]) and holds(problem, parts), problem
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
-        {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
-        {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
-        {"engine": {"type": "transformers"}, "optimizer": {"backend": "torch", "zero_stage": 3}},
-        {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
-        {"max_staleness": 1},
-        {"optimizer": {"updates_per_iteration": 2}},
-    ],
-)
-def test_correct_variants_of_these_mistakes_are_accepted(tmp_path, changes: dict[str, Any]) -> None:
-    assert problems_of(tmp_path, **changes) == []
+@pytest.mark.parametrize("row", BROKEN, ids=[" ".join(row[:-1]) for row in BROKEN])
+def test_one_mistake_is_one_message(tmp_path: Path, row: tuple[str, ...]) -> None:
+    *overrides, parts = row
+    problems = problems_of(tmp_path, *overrides)
+    assert len(problems) == bool(parts), problems
+    for problem in problems:
+        assert problem.startswith(parts.partition(" ... ")[0]) and holds(problem, parts), problem
 
 
 def test_a_renderer_must_accept_what_the_policy_emits(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
-    nothing = {"type": "tiny_plugins.nothing"}
-    [problem] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
-    assert problem.startswith("renderer.type: ") and holds(
-        problem, "tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
-    )
+    [problem] = problems_of(tmp_path, renderer=NOTHING, rewards={"one": NOTHING})
+    parts = "renderer.type: ... tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... or text"
+    assert holds(problem, parts)
 
 
 def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
-    problems = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugins.nothing"}})
+    problems = problems_of(tmp_path, rewards={"one": NOTHING})
     for need, problem in zip(("answer", "target"), problems, strict=True):
         assert holds(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
 
 
 def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
-    question = tmp_path / "question.txt"
-    question.write_text("Was {instruction} done?")
+    (question := tmp_path / "question.txt").write_text("Was {instruction} done?")
     section = {"type": "rubric", "prompt": str(question), "scores": {"success": {}}}
-    judge = {"api_base": "http://127.0.0.1:4877"}
-    assert problems_of(tmp_path, rewards={"mine": section}, judge=judge) == []
+    assert problems_of(tmp_path, rewards={"mine": section}) == []
     section["shows"] = ["target", "prompt", "image"]
-    [problem] = problems_of(tmp_path, rewards={"mine": section}, judge=judge)
+    [problem] = problems_of(tmp_path, rewards={"mine": section})
     assert holds(problem, "rewards.mine: ... 'target' ... data.train.0 ... column")
 
 
 def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
-    source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
-    problems = problems_of(tmp_path, data={"train": [source]})
+    problems = problems_of(tmp_path, 'data.train.0.columns={"source": ""}')
     assert any(holds(text, "data.train.0: ... edits ... source") for text in problems)
 
 
@@ -174,80 +166,73 @@ def test_a_users_plugins_are_named_by_dotted_path(tmp_path: Path) -> None:
 
 def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0]
-    resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
-    assert build.mixture_weights(resolved, [range(100), range(10)]) == [3, 1]
     mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
-    resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
-    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30], "times rows"
-    wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
-    zero, unread = problems_of(tmp_path, data=wrong)
-    assert holds(zero, "data.train.0.weight: 0 given ... greater than 0")
-    assert holds(unread, "data.validation.0.weight: unknown key")
+    for train, weights in (
+        ([source | {"weight": 3}, source], [3, 1]),
+        (mixture, [50, 30]),  # times rows
+    ):
+        resolved = build.resolve(config_of(tmp_path, data={"train": train}))
+        assert build.mixture_weights(resolved, [range(100), range(10)]) == weights
+    unread = {"train": [source], "validation": [source | {"weight": 2}]}
+    [problem] = problems_of(tmp_path, data=unread)
+    assert holds(problem, "data.validation.0.weight: unknown key")
     [problem] = problems_of(tmp_path, data={"train": [mixture[0], source]})
     assert holds(problem, "data.train: ... every ... coefficient ... none")
 
 
 def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.diagnostic", True)
-    glance = {"type": "tiny_plugins.nothing"}
-    both = {"vie": RIGHT, "glance": glance}
-    chosen = {"weights": {"glance": 2.0}}
+    both = {"vie": RIGHT, "glance": NOTHING}
     for changes, weights in (
         ({}, {}),
         ({"rewards": both}, {"vie": 1}),
-        ({"rewards": both, "final_reward": chosen}, {"glance": 2}),
+        ({"rewards": both, "final_reward": {"weights": {"glance": 2.0}}}, {"glance": 2}),
     ):
         resolved = build.resolve(config_of(tmp_path, **changes))
         assert resolved.config.final_reward.weights == weights
-    [only] = problems_of(tmp_path, rewards={"glance": glance})
+    [only] = problems_of(tmp_path, rewards={"glance": NOTHING})
     assert holds(only, "rewards: ... diagnostics")
 
 
 def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nobody.needs", frozenset({"source_codes"}))
-    problems = problems_of(tmp_path, policy={"type": "tiny_plugins.nothing"})
+    problems = problems_of(tmp_path, policy=NOTHING)
     parts = "policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"
     assert any(holds(problem, parts) for problem in problems)
 
 
 def test_epochs_become_iterations(tmp_path: Path) -> None:
-    config = config_of(tmp_path, num_iterations=None, num_epochs=3)
-    assert build.num_iterations(config, num_samples=10) == 8, "30 prompts in batches of 4"
-    assert build.num_iterations(config, num_samples=1) == 1
-    assert build.num_iterations(config, num_samples=11) == 9, "the last 33 - 8 x 4 are drawn, too"
-    part = config_of(tmp_path, num_iterations=None, num_epochs=0.28)
-    assert 0.28 * 100 / 4 > 7 and build.num_iterations(part, num_samples=100) == 7
+    for epochs, num_samples, iterations in (
+        (3, 10, 8),  # 30 prompts in batches of 4
+        (3, 1, 1),
+        (3, 11, 9),  # the last 33 - 8 x 4 are drawn, too
+        (0.28, 100, 7),  # though 0.28 * 100 / 4 > 7
+    ):
+        config = config_of(tmp_path, num_iterations=None, num_epochs=epochs)
+        assert build.num_iterations(config, num_samples) == iterations
     assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
-
-
-def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> None:
-    tiny_config.save_checkpoint(config_of(tmp_path), 7)
-    text, code = check_report.report(config_of(tmp_path), gpu_gb=141)
-    assert code == 0 and "goes on after 7 iterations" in text
-    changes = {"algorithm": {"kl_coeff": 0.5}, "judge": {"api_base": "http://new:1"}}
-    [problem] = problems_of(tmp_path, **changes)
-    assert holds(problem, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
-    assert "api_base" not in problem, "a judge may move"
-    config = config_of(tmp_path)
-    (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
-    assert "none of the 1 checkpoints" in check_report.problems(config)[0]
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    text, code = check_report.report(config, gpu_gb=141)
-    assert code == 0 and "starts afresh\n" in text
-    (config.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before the first
-    text, code = check_report.report(config, gpu_gb=141)
-    assert code == 0 and "sets aside" in text
-    (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
-    [problem] = check_report.problems(config)
     run = config.run_dir
+
+    def first_line() -> str:
+        text, code = check_report.report(config, gpu_gb=141)
+        assert code == 0
+        return text.splitlines()[0]
+
+    run.mkdir(parents=True)
+    assert first_line().endswith("starts afresh")
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before the first
+    assert "sets aside" in first_line()
+    (run / "last_checkpoint.txt").write_text("step_000007\n")
+    [problem] = check_report.problems(config)
     assert holds(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
     tiny_config.save_checkpoint(config, 5)
-    text, code = check_report.report(config, gpu_gb=141)
-    assert code == 0 and holds(text.splitlines()[0], "after 5 iterations")
+    assert "goes on after 5 iterations" in first_line()
+    (run / "checkpoints" / "step_000005" / "manifest.json").unlink()
+    assert "none of the 1 checkpoints" in check_report.problems(config)[0]
 
 
 def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,21 +263,21 @@ def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "remark"),
+    ("change", "tokens", "remark"),
     [
-        ({}, 4 * 2560, "all there can be"),
-        ({"optimizer": {"max_kept_tokens": 3000}}, 3000, "not all (optimizer.max_kept_tokens)"),
-        ({"optimizer": {"max_kept_tokens": 99999}}, 4 * 2560, "all there can be"),
-        ({"max_staleness": 1}, 0, "not all (max_staleness 1)"),
-        ({"optimizer": {"zero_stage": 3}}, 0, "not all (optimizer.zero_stage 3)"),
-        ({"policy": DROPS_OUT}, 0, "not all (policy.lora.dropout)"),
+        ("seed=1", 4 * 2560, "all there can be"),
+        ("optimizer.max_kept_tokens=3000", 3000, "not all (optimizer.max_kept_tokens)"),
+        ("optimizer.max_kept_tokens=99999", 4 * 2560, "all there can be"),
+        ("max_staleness=1", 0, "not all (max_staleness 1)"),
+        ("optimizer.zero_stage=3", 0, "not all (optimizer.zero_stage 3)"),
+        ("policy.lora.dropout=0.1", 0, "not all (policy.lora.dropout)"),
     ],
 )
 def test_the_report_says_what_is_kept_for_the_backward(
-    tmp_path: Path, changes: dict[str, Any], tokens: int, remark: str
+    tmp_path: Path, change: str, tokens: int, remark: str
 ) -> None:
     """A step has 4 groups of 2048 + 2 x 256 tokens."""
-    text, _ = check_report.report(config_of(tmp_path, **changes), gpu_gb=141)
+    text, _ = check_report.report(config_of(tmp_path, change), gpu_gb=141)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert f"kept for backward {tokens} tokens on each rank, {remark}" in lines
     forwarded_again = any(line.startswith("activations of one forward") for line in lines)
@@ -348,7 +333,6 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
         if config.policy.get("device") == "cpu":
             assert planned is None
             continue
-        assert planned is not None and planned.engine is not None
         assert planned.engine.at_once >= config.generations_per_prompt
         assert planned.peak_gb <= 0.9 * gpu_gb
 
@@ -397,7 +381,7 @@ def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
     config = shipped(name, "world_size=1", recompute, ENGINE)
     assert check_report.report(config, 48)[1] == 0
     planned = memory_plan.plan_of(build.resolve(config), 48)
-    assert planned is not None and planned.engine is None
+    assert planned.engine is None
     # 32 completions of 768 + 256 tokens, keys and values of 36 layers and 8 heads of 128, 2 bytes.
     [cache_gb] = [item.gb for item in planned.items if item.part == "key-value cache"]
     assert cache_gb == pytest.approx(32 * 1024 * 2 * 36 * 8 * 128 * 2 / 1e9)
@@ -412,7 +396,7 @@ def test_sd3_without_t5_saves_its_weights() -> None:
     t5 = build.resolve(shipped("one_gpu_48gb", *overrides))
     none = build.resolve(shipped("one_gpu_48gb", *overrides, "renderer.use_t5=false"))
     before, after = (memory_plan.plan_of(resolved, 32) for resolved in (t5, none))
-    assert before is not None and after is not None and after.peak_gb <= 32
+    assert after.peak_gb <= 32
     # 4.762 B parameters of 2 bytes.
     assert before.total_gb("render") - after.total_gb("render") == pytest.approx(4.762 * 2)
     # On a GPU of its own, SD3 takes nothing from the policy's.
@@ -527,22 +511,20 @@ def sized(folder: Path) -> str:
 
 def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60)))
-    assert launched("--check", path) == 1
-    assert "memory per GPU, against 60 GB" in capsys.readouterr().out
-    assert launched("--check", path, "gpu_gb=141") == 0
-    assert capsys.readouterr().out.endswith("nothing is wrong\n")
+    for overrides, code, text in (
+        ([], 1, "against 60 GB"),
+        (["gpu_gb=141"], 0, "nothing is wrong"),
+    ):
+        assert launched("--check", path, *overrides) == code
+        assert text in capsys.readouterr().out
 
 
 def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(
-        "rl.simple_launch.launch", lambda args, *more: started.append(args.overrides) or 0
-    )
+    monkeypatch.setattr("rl.simple_launch.launch", lambda args, *_: started.append(args.overrides))
     path = sized(tmp_path)
-    assert launched("--check", path, "gpu_gb=80") == 0
-    out = capsys.readouterr().out
-    assert holds(out, "against 80 GB ... (optimizer.max_kept_tokens)")
-    assert launched(path, "gpu_gb=80") == 0
+    assert launched("--check", path, "gpu_gb=80") == launched(path, "gpu_gb=80") == 0
+    assert holds(capsys.readouterr().out, "against 80 GB ... (optimizer.max_kept_tokens)")
     assert started == [["gpu_gb=80"]], "the ranks get the size too"
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +42,6 @@ from rl.check.this_machine import host_memory_gb
 from rl.meter import Recompute
 
 MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
-EDITOR = (Item("renderer transformer", 40, PHASES), Item("renderer, workspace", 2, ("render",)))
 ENGINE = InferenceEngine(
     share=0.5,
     own_gb=1.5,
@@ -71,8 +67,12 @@ SIZES = Sizes(
     checkpointing=False,
     engine=ENGINE,
     reads_reference=False,
-    frozen=EDITOR,
+    frozen=(Item("renderer transformer", 40, PHASES), Item("renderer, workspace", 2, ("render",))),
 )
+
+
+def planned_on(gpu_gb: float, **changes: Any) -> Plan:
+    return plan(replace(SIZES, **changes), gpu_gb)
 
 
 def gb(planned: Plan, part: str) -> float:
@@ -114,10 +114,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = operation(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
+        for storage in _storages(result):
             if storage._cdata not in inputs:
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
@@ -127,18 +126,9 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for storage, size in self._storages.values() if not storage.expired())
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-@contextmanager
-def one_layer_less(policy: Any) -> Iterator[None]:
-    """Removes the last layer: the difference is what one layer keeps."""
-    decoder = policy.module.base_model.model.language_model
-    layers, depth = decoder.layers, decoder.config.num_hidden_layers
-    decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
-    yield
-    decoder.layers, decoder.config.num_hidden_layers = layers, depth
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [leaf.untyped_storage() for leaf in leaves]
 
 
 TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
@@ -168,7 +158,9 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 def test_a_real_forward_keeps_the_planned_bytes(
     model: PolicyModel, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
 ) -> None:
-    """Measured after the packed forward of a policy, while its graph is alive."""
+    """Measured after the packed forward of a policy, while its graph is alive: the bytes that one
+    layer keeps for each token. The plan leaves out log-sum-exps, a norm's root and an adapter's
+    inner values."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     policy = tiny_policy.make(
         "qwen3_vl" if model is TINY3 else "qwen2_5_vl",
@@ -178,33 +170,27 @@ def test_a_real_forward_keeps_the_planned_bytes(
         lora=lora,
         gradient_checkpointing=checkpointing,
     )
-    planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
-    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
-
-
-def kept_per_token(policy: Any) -> float:
-    """Bytes that one layer keeps for each token.
-
-    The plan leaves out log-sum-exps, a norm's root and an adapter's inner values."""
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
     with torch.no_grad():
         policy.module(batch)  # caches the picture's features
-
-    def kept() -> int:
+    decoder = policy.module.base_model.model.language_model
+    kept = []
+    for num_removed in (0, 1):  # the difference is what one layer keeps
+        decoder.layers = decoder.layers[: len(decoder.layers) - num_removed]
+        decoder.config.num_hidden_layers = len(decoder.layers)
         with LiveBytes() as live:
             outputs = policy.module(batch)
         assert outputs.logprobs.requires_grad
-        return live.total()
-
-    all_layers = kept()
-    with one_layer_less(policy):
-        return (all_layers - kept()) / len(batch.input_ids)
+        kept.append(live.total())
+    planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
+    per_token = (kept[0] - kept[1]) / len(batch.input_ids)
+    assert per_token == pytest.approx(planned, rel=0.05)
 
 
 def test_memory_of_each_phase_by_hand() -> None:
-    planned = plan(SIZES, gpu_gb=100)
+    planned = planned_on(100)
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
     asleep = 1.5  # what a sleeping engine keeps of its half
@@ -217,33 +203,37 @@ def test_memory_of_each_phase_by_hand() -> None:
     assert planned.total_gb("learn") == pytest.approx(learn)
     assert planned.peak_gb == planned.total_gb("generate")
     # What is not kept is forwarded again, one row at a time.
-    some = plan(replace(SIZES, kept_tokens=0, all_kept=False), gpu_gb=100)
+    some = planned_on(100, kept_tokens=0, all_kept=False)
     assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 696e-9)
     assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
 
 
 def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
     """The engine takes half of the GPU, or 1.5 GB asleep; renderer and learner need about 51 GB."""
-    others = plan(SIZES, gpu_gb=1000).total_gb("render")
+    others = planned_on(1000).total_gb("render")
     assert 51 < others < 52
-    auto = replace(SIZES, engine=replace(ENGINE, residency="auto"))
+
+    def planned(gpu_gb: float, residency: str) -> tuple[Plan, bool]:
+        engine = replace(ENGINE, residency=residency)
+        of_it = planned_on(gpu_gb, engine=engine)
+        return of_it, of_it.total_gb("render") > others + 1
+
     for gpu_gb, stays in ((130, True), (124, False)):
-        planned = plan(auto, gpu_gb)
+        auto, is_large = planned(gpu_gb, "auto")
         together = others + gpu_gb / 2 - ENGINE.own_gb
-        assert planned.engine_stays == stays == (together <= 0.9 * gpu_gb)
-        assert (planned.total_gb("render") > others + 1) == stays
-        assert f"{together:.1f} of {gpu_gb} GB" in residency_line(planned, gpu_gb)
+        assert auto.engine_stays == stays == (together <= 0.9 * gpu_gb) == is_large
+        assert f"{together:.1f} of {gpu_gb} GB" in residency_line(auto, gpu_gb)
         # A stated residency is planned as stated.
         for stated in ("resident", "sleep"):
-            as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
-            assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
+            as_stated, is_large = planned(gpu_gb, stated)
+            assert is_large == (stated == "resident")
             assert "as engine.residency says" in residency_line(as_stated, gpu_gb)
-    assert plan(replace(SIZES, engine=None), gpu_gb=100).engine is None
+    assert planned_on(100, engine=None).engine is None
 
 
 def test_while_all_load_the_engine_is_awake() -> None:
     """2 + 6 + a renderer of 40 + half of the GPU + a judge of a quarter."""
-    loading = plan(replace(SIZES, judge_share=0.25), 100).total_gb("load")
+    loading = planned_on(100, judge_share=0.25).total_gb("load")
     assert loading == pytest.approx(2 + 6 + 40 + 50 + 25, abs=1e-4)
 
 
@@ -264,7 +254,6 @@ def test_only_hidden_states_need_a_forward_before_the_picture(
     name: str, changes: list[str], kept: str, forward: str
 ) -> None:
     planned = plan_of(build.resolve(shipped(name, *changes)), 141)
-    assert planned is not None
     phases = {item.part: " ".join(item.phases) for item in planned.items}
     assert phases["activations, kept"] == kept and phases["forward, workspace"] == forward
 
@@ -288,8 +277,7 @@ def test_a_judge_that_the_run_starts_is_counted(command: str, share: float | Non
 
 
 def test_zero_stages_under_full_fine_tuning() -> None:
-    full = replace(SIZES, lora_rank=None)
-    by_stage = [plan(replace(full, zero_stage=stage), gpu_gb=100) for stage in range(4)]
+    by_stage = [planned_on(100, lora_rank=None, zero_stage=stage) for stage in range(4)]
     # 3e9 parameters: bfloat16 weights 6 GB; masters and moments 36 GB; float32 gradients 12 GB.
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
     assert [gb(p, "optimizer state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
@@ -297,7 +285,7 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     # From stage 2 on, the ranks run their backwards together, after the last grade.
     early = [p.total_gb("reference") - by_stage[0].total_gb("reference") for p in by_stage[:3]]
     assert early == pytest.approx([0, -27, -27 - 12])
-    reference = plan(replace(full, reads_reference=True), gpu_gb=100)
+    reference = planned_on(100, lora_rank=None, reads_reference=True)
     # The reference is freed before the first backward.
     assert reference.total_gb("learn") == by_stage[0].total_gb("learn")
     assert reference.total_gb("reference") == pytest.approx(by_stage[0].total_gb("reference") + 6)
@@ -308,7 +296,6 @@ def test_models_on_other_devices_are_not_counted() -> None:
         plan_of(build.resolve(shipped("qwen_image_edit", f"renderer.device={device}")), 141)
         for device in ("cuda:1", "cuda:0")
     )
-    assert elsewhere is not None and here is not None
     assert not any(item.part.startswith("renderer") for item in elsewhere.items)
     # 13.63 B + 0.127 B weights of two bytes.
     parts = {item.part: item.gb for item in here.items}
@@ -318,11 +305,11 @@ def test_models_on_other_devices_are_not_counted() -> None:
 def test_the_engine_cache_by_hand() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
-    planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
+    planned = planned_on(17, engine=replace(ENGINE, step_bytes=250))
     assert holds(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
-    small = plan(SIZES, gpu_gb=14)
+    small = planned_on(14)
     assert engine_line(small, 14).endswith("0.00x")
-    shared = plan(replace(SIZES, engine=None), gpu_gb=17)
+    shared = planned_on(17, engine=None)
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
@@ -350,7 +337,6 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
         engine = replace(fat, max_num_seqs=1000, **changes)
         planned = plan(replace(sizes, engine=engine), gpu_gb)
         claim = engine_claim(planned, gpu_gb)
-        assert claim is not None and planned.engine is not None
         assert planned.engine.at_once > 1
         return claim.cache_bytes, claim.share
 
@@ -370,16 +356,17 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     # An engine that stays shares the GPU with the largest phase. max_num_seqs is the upper limit.
     assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
     few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
-    assert few.engine is not None and int(few.engine.at_once) == 8
-    assert engine_claim(plan(SIZES, 100), 100) is None, "a stated share needs no claim"
+    assert int(few.engine.at_once) == 8
+    assert engine_claim(planned_on(100), 100) is None, "a stated share needs no claim"
 
 
 def test_memory_of_an_optimizer_step_by_hand() -> None:
     """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
-    full = replace(SIZES, lora_rank=None)
-    steps = [gb(plan(replace(full, zero_stage=n), 100), "optimizer, workspace") for n in range(4)]
+    steps = [
+        gb(planned_on(100, lora_rank=None, zero_stage=n), "optimizer, workspace") for n in range(4)
+    ]
     assert steps == pytest.approx([12, 3, 3, 6])
-    planned = plan(replace(full, zero_stage=2), 100)
+    planned = planned_on(100, lora_rank=None, zero_stage=2)
     # Context, weights, masters and moments, gradients, the step, the editor, a sleeping engine.
     assert planned.total_gb("step") == pytest.approx(2 + 6 + 9 + 3 + 3 + 40 + 1.5)
     assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
@@ -398,7 +385,7 @@ def test_host_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     # An engine that stays pins nothing; the checkpoint of an adapter is small.
-    stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
+    stays = planned_on(200, engine=replace(ENGINE, residency="resident"))
     assert sum(host_plan(SIZES, stays, 4).values()) == pytest.approx(16, abs=1e-3)
     frozen = replace(SIZES, host_shared_gb=10, host_copied_gb=2)
     assert sum(host_plan(frozen, stays, 4).values()) == pytest.approx(34, abs=1e-3)
@@ -407,10 +394,9 @@ def test_host_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_plan(full, on_gpu, 4)["engine asleep, pinned"] == pytest.approx(4 * 6)
 
 
-def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported() -> None:
     planned = {"engine asleep, pinned": 30.0}
-    assert host_problems(planned, 8, None) == []
-    assert host_problems(planned, 8, 30) == []
+    assert host_problems(planned, 8, None) == host_problems(planned, 8, 30) == []
     [line] = host_problems(planned, 8, 20)
     assert holds(line, "host memory: 30.0 GB ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -67,32 +66,22 @@ def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch
 
 
 def test_a_model_of_another_kind_is_refused_before_any_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's answers lie in a cache of the real layout; the renderer's model is the right one,
-    and its weights are not fetched, either."""
-    patterns = []
+    """The weights of the renderer, whose model is the right one, are not fetched, either."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    note = huggingface_hub.snapshot_download
 
     def snapshot_download(path: str, **options: Any) -> None:
-        patterns.append((path, options["allow_patterns"]))
-        is_editor = path == EDIT
-        snapshot = tmp_path / f"models--{path.replace('/', '--')}" / "snapshots" / "0"
-        folder = snapshot / ("text_encoder" if is_editor else "")
-        folder.mkdir(parents=True, exist_ok=True)
-        refs = snapshot.parents[1] / "refs"
-        refs.mkdir(exist_ok=True)
-        (refs / "main").write_text("0")
-        model_type = "qwen2_5_vl" if is_editor else "qwen2_vl"
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        note(path, **options)
+        if path == OLDER:
+            tiny_config.cache_config(tmp_path, path, '{"model_type": "qwen2_vl"}')
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     config = tiny_config.shipped("qwen_image_edit", f"policy.model_path={OLDER}")
     [problem] = fetch_models(build.resolve(config))
     assert holds(problem, f"policy.model_path: {OLDER} ... 'qwen2_vl' ... only 'qwen2_5_vl'")
-    assert {path for path, _ in patterns} == {OLDER, EDIT}
-    assert not has_weights(dict(patterns))
+    assert set(fetched) == {OLDER, EDIT} and not has_weights(fetched)
 
 
 def test_data_and_judge_are_checked_before_models_are_fetched(

@@ -31,9 +31,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
     plugin, problems = build.find_plugin(directory, directory, section)
-    assert plugin is not None and not problems, problems
-    declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
-    return declared
+    assert not problems, problems
+    return plugin.cls.models(plugin.config)
 
 
 def linked(name: str, folder: Path) -> Path:
@@ -42,10 +41,11 @@ def linked(name: str, folder: Path) -> Path:
     )
 
 
-def rewrite(file: Path, content: bytes) -> None:
-    """Replaces a link, so that its target does not change."""
+def rewrite(file: Path, content: bytes | None) -> None:
+    """Replaces a link, so that its target does not change; None: removes it."""
     file.unlink(missing_ok=True)
-    file.write_bytes(content)
+    if content is not None:
+        file.write_bytes(content)
 
 
 PARTS = [
@@ -57,14 +57,20 @@ PARTS = [
 
 
 def problems_with(
-    name: str, folder: Path, damage: Callable[[Path], None], subfolder: str = ""
+    name: str,
+    folder: Path,
+    file: str,
+    content: bytes | None,
+    prepare: Callable[[Path], object] = lambda folder: None,
 ) -> list[str]:
+    """Of a copy of a good model that `prepare` has changed, once the file has another content."""
     directory, section = SECTIONS[name]
     shutil.rmtree(folder / name, ignore_errors=True)
     copy = linked(name, folder)
+    prepare(copy)
     declared = models(directory, section | {"model_path": str(copy)})
     assert list(model_problems(declared)) == []
-    damage(copy / subfolder)
+    rewrite(copy / file, content)
     return list(model_problems(declared))
 
 
@@ -73,27 +79,21 @@ def test_damage_is_found_in_every_part_of_a_model(
     name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
 ) -> None:
     part = tiny_config.WEIGHTS / name / subfolder
-    cut = (part / config).read_bytes()[:-9]
-    cases: list[tuple[Callable[[Path], None], str]] = [
-        (
-            lambda part: (part / config).unlink(),
-            f"lacks {os.path.join(subfolder, config)}; ... copy",
-        ),
-        (lambda part: rewrite(part / config, cut), f"{config} ... JSON"),
+    stated = os.path.join(subfolder, config)
+    cases: list[tuple[str, bytes | None, str]] = [
+        (stated, None, f"lacks {stated}; ... copy"),
+        (stated, (part / config).read_bytes()[:-9], f"{config} ... JSON"),
     ]
     if has_kind:
-        other = b'{"model_type": "qwen2_vl"}'
         message = f"{config} ... model_type 'qwen2_vl' ... only '"
-        cases.append((lambda part: rewrite(part / config, other), message))
+        cases.append((stated, b'{"model_type": "qwen2_vl"}', message))
     if has_weights:
         [weights] = part.glob("*.safetensors")
         content, file = weights.read_bytes(), os.path.join(subfolder, weights.name)
-        message = f"lacks {file} or {file}.index.json"
-        cases.append((lambda part: (part / weights.name).unlink(), message))
-        message = f"{len(content) - 1} bytes; ... copy"
-        cases.append((lambda part: rewrite(part / weights.name, content[:-1]), message))
-    for damage, parts in cases:
-        [problem] = problems_with(name, tmp_path, damage, subfolder)
+        cases.append((file, None, f"lacks {file} or {file}.index.json"))
+        cases.append((file, content[:-1], f"{len(content) - 1} bytes; ... copy"))
+    for file, damaged, parts in cases:
+        [problem] = problems_with(name, tmp_path, file, damaged)
         assert holds(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
 
 
@@ -130,39 +130,29 @@ def header(text: bytes) -> bytes:
 def test_damaged_files_give_messages_not_tracebacks(
     file: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
-    [problem] = problems_with("policy", tmp_path, lambda part: rewrite(part / file, content))
+    [problem] = problems_with("policy", tmp_path, file, content)
     assert holds(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
 
 
 def shard(folder: Path) -> None:
     """Splits the weights into two files that an index names, as models are published."""
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "second")
-    (folder / "second").rename(folder / "model-00002-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    names = {n: f"model-0000{n}-of-00002.safetensors" for n in "12"}
+    (folder / "model.safetensors").rename(folder / names["1"])
+    (folder / names["2"]).symlink_to((folder / names["1"]).resolve())
     index = {"metadata": {}, "weight_map": names}
     rewrite(folder / "model.safetensors.index.json", json.dumps(index).encode())
 
 
 def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
-    assert problems_with("policy", tmp_path, shard) == []
-    index = "model.safetensors.index.json"
-    cases: list[tuple[Callable[[Path], None], str]] = [
-        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
-         "lacks model-00002-of-00002.safetensors ... copy"),
+    index, second = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
+    for file, content, parts in (
+        (second, None, f"lacks {second} ... copy"),
         *(
-            (lambda folder, content=content: rewrite(folder / index, content),
-             f"lacks names of weights in {index}")
+            (index, content, f"lacks names of weights in {index}")
             for content in (b"{", b"{}", b'{"weight_map": ["x"]}')
         ),
-    ]  # fmt: skip
-    for damage, parts in cases:
-
-        def damaged(folder: Path, damage: Callable[[Path], None] = damage) -> None:
-            shard(folder)
-            damage(folder)
-
-        [problem] = problems_with("policy", tmp_path, damaged)
+    ):
+        [problem] = problems_with("policy", tmp_path, file, content, prepare=shard)
         assert holds(problem, parts), problem
 
 
@@ -170,33 +160,32 @@ def quickstart(*overrides: str) -> list[str]:
     return check_report.problems(tiny_config.shipped("quickstart", *overrides))
 
 
-def test_a_folder_of_an_older_model_is_refused_by_check(tmp_path, capsys) -> None:
+def test_a_model_without_its_head_is_refused_by_check(tmp_path: Path) -> None:
     folder = linked("policy", tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
-    rewrite(folder / "config.json", json.dumps(config).encode())
-    [older] = quickstart(f"policy.model_path={folder}")
-    assert holds(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
-    config |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
+    config["architectures"] = ["Qwen2_5_VLModel"]
     rewrite(folder / "config.json", json.dumps(config).encode())
     [headless] = quickstart(f"policy.model_path={folder}")
     assert holds(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
 
 
 def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
-    editor = tmp_path / "editor"
-    linked("policy", editor).rename(editor / "text_encoder")
-    processor = linked("policy", tmp_path)
+    editor, processor = tmp_path / "editor", linked("policy", tmp_path)
+    shutil.copytree(processor, editor / "text_encoder")
     (processor / "model.safetensors").unlink()
     overrides = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
     assert quickstart(*overrides) == []
-    (editor / "text_encoder" / "config.json").rename(tmp_path / "moved.json")
-    [problem] = quickstart(*overrides)
-    assert holds(problem, f"policy.init_text_encoder_from: {editor} ... text_encoder/config.json")
-    (tmp_path / "moved.json").rename(editor / "text_encoder" / "config.json")
-    (processor / "tokenizer.json").unlink()
-    [problem] = quickstart(*overrides)
-    assert holds(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
+    for file, parts in (
+        (processor / "tokenizer.json", f"model_path: {processor} ... tokenizer.json or vocab.json"),
+        (
+            editor / "text_encoder" / "config.json",
+            f"init_text_encoder_from: {editor} ... text_encoder/config.json",
+        ),
+    ):
+        kept = file.rename(tmp_path / "kept")
+        [problem] = quickstart(*overrides)
+        assert holds(problem, f"policy.{parts}")
+        kept.rename(file)
 
 
 def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
@@ -212,15 +201,11 @@ def test_a_hub_id_is_checked_by_its_cached_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     change = "policy.model_path=some/one"
     assert quickstart(change) == []
-    repository = tmp_path / "models--some--one"
-    file = repository / "snapshots" / "c0ffee" / "config.json"
-    file.parent.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("c0ffee")
-    assert quickstart(change) == [], "nothing of it is cached yet"
-    file.write_text('{"model_type": "qwen3_vl"}')
+    file = tiny_config.cache_config(tmp_path, "some/one", '{"model_type": "qwen3_vl"}')
     [problem] = quickstart(change)
     assert holds(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")
     assert quickstart(change, "policy.revision=other") == []
     file.write_text('{"model_type": "qwen2_5_vl"}')
     assert quickstart(change) == [], "its weights are fetched when it is loaded"
+    file.unlink()
+    assert quickstart(change) == [], "nothing of it is cached yet"

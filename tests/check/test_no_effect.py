@@ -117,34 +117,26 @@ def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> 
                         "policy.init_text_encoder_from="], "policy: ... 64 ... 128"),
         ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... pattern"),
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
+        # correct variants
+        ("tiny_prompts", ["policy.system_prompt=Be bold."], ""),
+        (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"], ""),
     ],
 )  # fmt: skip
 def test_a_value_that_would_be_ignored_silently_is_refused(
     name: str, overrides: list[str], parts: str
 ) -> None:
-    [problem] = check_report.problems(tiny_config.shipped(name, *overrides))
-    assert holds(problem, parts), problem
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("tiny_prompts", ["policy.system_prompt=Be bold."]),
-        (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]),
-    ],
-)
-def test_correct_variants_of_these_values_are_accepted(name: str, overrides: list[str]) -> None:
-    assert check_report.problems(tiny_config.shipped(name, *overrides)) == []
+    problems = check_report.problems(tiny_config.shipped(name, *overrides))
+    assert len(problems) == bool(parts) and holds("".join(problems), parts), problems
 
 
 def test_an_adapter_with_other_lora_settings_is_refused(tmp_path: Path) -> None:
     settings = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     change = f"policy.adapter_path={tmp_path}"
-    [lacking] = check_report.problems(tiny_config.shipped("quickstart", change))
+    config = tiny_config.shipped("quickstart", change)
+    [lacking] = check_report.problems(config)
     assert holds(lacking, f"policy.adapter_path: {tmp_path} ... adapter_model.safetensors")
     (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    config = tiny_config.shipped("quickstart", change)
     assert check_report.problems(config) == []
     [unread] = no_effect(build.resolve(config))
     assert holds(unread, "policy.lora.target_modules: ... adapter_path")

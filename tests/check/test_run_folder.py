@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,31 +17,23 @@ from rl.judge.http import ReplyJournal
 NOBODY = 65534
 
 
-@contextmanager
-def without_root() -> Iterator[None]:
-    """Runs the block without the rights of root, who may write anywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
     """The folder of a stopped run, owned by an ordinary user."""
-    with without_root(), tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        (run_dir / "logs").mkdir(parents=True)
-        (run_dir / "checkpoints").mkdir()
-        for name in ("metrics.jsonl", "logs/rank_0.log"):
-            (run_dir / name).write_text("")
-        yield run_dir
-        for path in (run_dir, *run_dir.rglob("*")):
-            path.chmod(0o700)
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)  # root may write anywhere
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            run_dir = Path(folder) / "run"
+            for name in ("logs", "checkpoints"):
+                (run_dir / name).mkdir(parents=True)
+            for name in ("metrics.jsonl", "logs/rank_0.log"):
+                (run_dir / name).touch()
+            yield run_dir
+            for path in (run_dir, *run_dir.rglob("*")):
+                path.chmod(0o700)
+    finally:
+        os.seteuid(user)
 
 
 def test_a_writable_run_folder_is_accepted(run_dir: Path) -> None:

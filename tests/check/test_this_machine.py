@@ -10,10 +10,12 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_config
 from tiny_messages import holds
+from tiny_programs import write_programs
 
 from rl import build
 from rl.check import check_report, this_machine
@@ -47,20 +49,17 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
             (tmp_path / name).mkdir()
         gpus = [f"{n}, GPU-{n}, H100, {driver}, {capability}, 81559, {used_mb[n]}" for n in (0, 1)]
         script = "\n".join(["#!/bin/sh", *(f"echo '{gpu}'" for gpu in gpus), f"exit {smi_exit}"])
-        for program in ("nvidia-smi", *programs):
-            file = tmp_path / "bin" / program
-            file.write_text(script)
-            file.chmod(0o755)
+        scripts = dict.fromkeys(("nvidia-smi", *programs), script)
         if has_headers:
             (tmp_path / "include" / "Python.h").touch()
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+        monkeypatch.setenv("PATH", write_programs(tmp_path / "bin", scripts))
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
         monkeypatch.setattr(this_machine.sysconfig, "get_path", headers)
         monkeypatch.setattr(this_machine, "version", lambda name: torch)
         monkeypatch.setattr(schema, "version", partial(version_of, vllm))
-        monkeypatch.setattr(this_machine.ctypes, "CDLL", no_library)
+        monkeypatch.setattr(this_machine.ctypes, "CDLL", Mock(side_effect=OSError))
         return tmp_path
 
     return make
@@ -75,10 +74,6 @@ def version_of(vllm: str, name: str) -> str:
 
 def disk_of(patch: pytest.MonkeyPatch, free: float = 1e15, total: float = 1e15) -> None:
     patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free, total=total))
-
-
-def no_library(name: str) -> Any:
-    raise OSError(name)
 
 
 def missing(*overrides: str) -> list[str]:
@@ -222,7 +217,8 @@ def test_a_run_without_a_gpu_has_no_machine_problems(
 
 
 @pytest.mark.parametrize(
-    ("visible", "numbers"), [("1", ["1"]), ("0, GPU-1", ["0", "1"]), ("MIG-GPU-0/1/0", ["0", "1"])]
+    ("visible", "numbers"),
+    [("1", ["1"]), ("0, GPU-1", ["0", "1"]), ("MIG-GPU-0/1/0", ["0", "1"]), ("", [])],
 )
 def test_visible_gpus_are_chosen_by_number_and_by_uuid(box: Box, monkeypatch, visible, numbers):
     box()
@@ -265,7 +261,6 @@ def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Pa
     change = f"base_exp_dir={tmp_path}"
     config = tiny_config.shipped("quickstart", *ON_GPU, change)
     one_gb, _ = checkpoints_gb(build.resolve(config))
-    assert one_gb is not None
     disk_of(monkeypatch, free=4.01 * one_gb * 1e9)
     assert missing(change) == []
     disk_of(monkeypatch, free=3.99 * one_gb * 1e9)

@@ -76,8 +76,8 @@ def test_check_prints_it_without_secrets(tmp_path, monkeypatch, capsys) -> None:
         "(import 'tiny_prompts.jsonnet') + { optimizer: { learning_rate: 1e-3 }, "
         "policy+: { system_prompt: std.extVar('APP__WORDS') } }"
     )
-    monkeypatch.setenv("APP__WORDS", "say s3cret-w0rds!")
-    monkeypatch.setenv("MY_TOKEN", "s3cret-w0rds!")
+    for name in ("APP__WORDS", "MY_TOKEN"):
+        monkeypatch.setenv(name, "say s3cret-w0rds!")
     with pytest.raises(SystemExit, match="0"):
         main(["--check", str(file)])
     report = capsys.readouterr().out

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_config
 from tiny_messages import holds
 
 from rl import build
 from rl.config import loading
 from rl.config.schema import ConfigError, RunConfig, load_config
 
-ROOT = Path(__file__).parents[2]
-ENV = {
-    "APP__DATA_DIR": "/data",
-    "APP__BASE_EXP_DIR": "/runs",
-    "APP__RUN_NAME": "mine",
-    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
-}
 DOCUMENTED = """
 {
     train_paths_file: [],
@@ -67,31 +60,7 @@ DOCUMENTED = """
 def load(folder: Path, block: str = DOCUMENTED, *overrides: str) -> RunConfig:
     path = folder / "flat.jsonnet"
     path.write_text(block)
-    return load_config(path, overrides, ENV)
-
-
-def values_of(config: RunConfig) -> dict[str, Any]:
-    values: dict[str, Any] = config.model_dump(mode="json")
-    return values
-
-
-def test_the_documented_block_is_read(tmp_path: Path) -> None:
-    config = load(tmp_path)
-    resolved = build.resolve(config)
-    policy, engine = resolved.policy.config, resolved.engine.config
-    assert (config.run_name, config.base_exp_dir) == ("mine", "/runs")
-    assert (config.prompts_per_iteration, config.generations_per_prompt) == (16, 8)
-    assert policy.assistant_prefill == " Let's think step by step. <|start thinking|>"
-    assert (policy.type, policy.lora, policy.tokenizer_path) == ("emu3", None, "BAAI/Emu3-Gen")
-    assert (policy.max_prompt_tokens, config.sampling.max_completion_tokens) == (2048, 2048)
-    assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.3)
-    assert (config.optimizer.learning_rate, config.algorithm.kl_coeff) == (3e-6, 3e-4)
-    assert config.optimizer.max_tokens_per_micro_batch == 8 * 4096
-    assert set(config.rewards) == {"viescore"} == set(config.final_reward.weights)
-    assert config.judge.api_base == "http://judge:4877"
-    assert config.checkpoint.push_to_hub_repo_id == "imged_rl__mine"
-    [held_out] = config.data.validation
-    assert held_out["type"] == "emu3_tokens" and held_out["path"].startswith("/data/validation")
+    return load_config(path, overrides, tiny_config.ENVIRONMENT)
 
 
 def test_every_field_of_earl_has_a_place() -> None:
@@ -161,7 +130,7 @@ OWN: dict[str, Any] = {
 def test_our_sections_mix_with_the_fields(tmp_path, sections: list[str]) -> None:
     """Sections override the fields and the constants of EARL's code."""
     chosen = {name: OWN[name] for name in sections}
-    config = values_of(load(tmp_path, flat(**chosen)))
+    config = load(tmp_path, flat(**chosen)).model_dump(mode="json")
     for name, section in chosen.items():
         for key, value in section.items():
             loaded = config[name][key]
@@ -176,16 +145,14 @@ def test_validation_data_of_our_section_is_used(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="data: "):
             load(tmp_path, flat(val_paths_file=None, val_coefficients=[], data=nothing))
     for paths in ([], None):
-        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=section))
-        assert config.evaluation.every_n_iterations == 100
-        unread = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[]))
-        assert unread.evaluation.every_n_iterations == 0
+        for data, every_n in ({"data": section}, 100), ({}, 0):
+            config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], **data))
+            assert config.evaluation.every_n_iterations == every_n
 
 
 def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
-    second, first = sorted(caught.value.problems)
+    overrides = ("model_path=x", "kl_coeff=1")
+    second, first = sorted(tiny_config.problems_of("configs/quickstart.jsonnet", *overrides))
     assert "model_path: " in first
     assert holds(second, "kl_coeff: ... 'algorithm.kl_coeff'")
 
@@ -215,38 +182,25 @@ def test_mistakes_name_field_and_fix(tmp_path: Path, changes: dict[str, Any], pa
     assert holds(caught.value, parts), caught.value
 
 
-@cache
-def shipped(name: str) -> RunConfig:
-    return load_config(ROOT / "configs" / f"{name}.jsonnet", (), ENV)
-
-
-def as_flat(name: str) -> str:
-    """The flat file that EARL's user would have written for one of the ten."""
-    ours = shipped(name)
-    policy, context = ours.policy, ours.engine["max_model_len"]
-    changes = {
-        "train_paths_file": [source["path"] for source in ours.data.train],
-        "coefficients": [source["coefficient"] for source in ours.data.train],
-        "model_path": policy["model_path"],
-        "tokenizer_path": policy["tokenizer_path"],
-        "assistant_prefill": policy["assistant_prefill"],
-        "num_iterations": ours.num_iterations,
-        "per_device_batch_size": ours.optimizer.max_tokens_per_micro_batch // context,
-        "model_context_size": context,
-        "random_seed": 42,
-        "world_size": 4,
-        "gpu_gb": 80,
-    }
-    return flat(**changes)
-
-
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (ROOT / "configs").glob("sft_*__rl_*.jsonnet"))
-)
+@pytest.mark.parametrize("name", [name for name in tiny_config.SHIPPED if "__rl_" in name])
 def test_our_ten_configs_equal_their_flat_form(tmp_path: Path, name: str) -> None:
     """Both forms give the same run, including the constants of EARL's code."""
-    ours = values_of(shipped(name))
-    theirs = values_of(load(tmp_path, as_flat(name)))
+    config = tiny_config.shipped(name)
+    policy, context = config.policy, config.engine["max_model_len"]
+    block = flat(
+        train_paths_file=[source["path"] for source in config.data.train],
+        coefficients=[source["coefficient"] for source in config.data.train],
+        model_path=policy["model_path"],
+        tokenizer_path=policy["tokenizer_path"],
+        assistant_prefill=policy["assistant_prefill"],
+        num_iterations=config.num_iterations,
+        per_device_batch_size=config.optimizer.max_tokens_per_micro_batch // context,
+        model_context_size=context,
+        random_seed=42,
+        world_size=4,
+        gpu_gb=80,
+    )
+    ours, theirs = (each.model_dump(mode="json") for each in (config, load(tmp_path, block)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once
     theirs["engine"]["gpu_memory_utilization"] = "auto"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from copy import deepcopy
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
 from rl.config.loading import validate
-from rl.config.schema import ConfigError, RunConfig, listed, load_config
+from rl.config.schema import RunConfig, listed
 
 ODD: list[Any] = [
     9 * 10**15, 10**400, 1e300, 5e-324, "a\0b", "x" * 200_000, {"a\0b": 1},
@@ -31,15 +29,15 @@ def full(folder: Path) -> dict[str, Any]:
     """A config that states every key of every section."""
     config = tiny_config.validated(tiny_config.real(folder))
     resolved = build.resolve(config)
-    values: dict[str, Any] = json.loads(config.model_dump_json())
-    for section in ("policy", "engine", "renderer"):
-        values[section] = json.loads(getattr(resolved, section).config.model_dump_json())
-    values["rewards"] = {
-        name: json.loads(plugin.config.model_dump_json())
-        for name, plugin in resolved.rewards.items()
+    sections = {
+        name: getattr(resolved, name).config.model_dump(mode="json")
+        for name in ("policy", "engine", "renderer")
     }
-    values["renderer"].pop("scheduler_overrides", None)
-    return values
+    sections["renderer"].pop("scheduler_overrides", None)
+    rewards = {
+        name: plugin.config.model_dump(mode="json") for name, plugin in resolved.rewards.items()
+    }
+    return config.model_dump(mode="json") | sections | {"rewards": rewards}
 
 
 def keys(values: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -51,12 +49,11 @@ def keys(values: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def with_value(values: dict[str, Any], key: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    changed: Any = deepcopy(values)
-    section = changed
+    changed = deepcopy(values)
+    section: Any = changed
     for part in key[:-1]:
         section = section[part]
     section[key[-1]] = value
-    assert isinstance(changed, dict)
     return changed
 
 
@@ -78,9 +75,8 @@ def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path) -> None:
 def test_of_many_unknown_keys_only_some_are_reported(tmp_path: Path) -> None:
     """Searching the nearest known key of 20,000 unknown ones took a minute."""
     many = {f"prompts_per_iteratio{n}": n for n in range(20_000)}
-    with pytest.raises(ConfigError) as refused:
-        load_config(tiny_config.write(tmp_path, {**tiny_config.nothing(tmp_path), **many}))
-    assert len(refused.value.problems) < 200
+    file = tiny_config.write(tmp_path, {**tiny_config.nothing(tmp_path), **many})
+    assert len(tiny_config.problems_of(file)) < 200
 
 
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
@@ -88,38 +84,3 @@ def test_an_impossible_run_folder_is_reported(tmp_path: Path, folder: str) -> No
     values = tiny_config.real(tmp_path, base_exp_dir=folder)
     [problem] = check_report.problems(tiny_config.validated(values))
     assert problem.startswith("base_exp_dir: ") and len(problem) < 500
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        (f"{'k' * 100_000}=1", "kkk: unknown key"),
-        ("base_exp_dir=/tmp/\udcc3", "not UTF-8"),
-        ("render_pool={workers: 1, address: 'ray://far.example:10001'}", "render_pool.address: "),
-    ],
-    ids=range(3),
-)
-def test_an_extreme_override_is_refused_in_a_short_sentence(tmp_path, override, parts) -> None:
-    file = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
-    with pytest.raises(ConfigError) as refused:
-        load_config(file, [override])
-    message = listed(refused.value.problems)
-    assert holds(message, parts) and len(message) < 2000, message
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        (
-            {"prompts_per_iteration": 10**6, "generations_per_prompt": 10**6},
-            "generations_per_prompt: 1,000,000,000,000 completions",
-        ),
-        ({"judge": {"model": "m", "api_base": "http://judge:99999"}}, "judge.api_base ... range"),
-    ],
-    ids=["completions", "port"],
-)
-def test_impossible_numbers_are_refused_by_key(tmp_path, changes, parts) -> None:
-    values = tiny_config.real(tmp_path)
-    for name, value in changes.items():
-        values[name] = {**values[name], **value} if isinstance(value, dict) else value
-    assert holds("\n".join(check_report.problems(tiny_config.validated(values))), parts)

@@ -57,36 +57,32 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
 
 
 def test_a_digest_tells_pictures_apart() -> None:
-    grey = Image.new("L", (4, 6), 7)
-    tall, palette = Image.new("L", (6, 4), 7), Image.new("P", (4, 6), 7)
-    recoloured, drawn_on = palette.copy(), grey.copy()
+    grey, tall = (Image.new("L", size, 7) for size in ((4, 6), (6, 4)))
+    palette = Image.new("P", (4, 6), 7)
+    recoloured, drawn_on, see_through = palette.copy(), grey.copy(), grey.copy()
     recoloured.putpalette([9] * 768)
     drawn_on.putpixel((1, 1), 8)
-    see_through = grey.copy()
     see_through.info["transparency"] = 7
-    others = [tall, palette, recoloured, drawn_on, see_through, grey.convert("RGB")]
-    assert len({digest(picture) for picture in [grey, *others]}) == 7
+    all_of_them = [grey, tall, palette, recoloured, drawn_on, see_through, grey.convert("RGB")]
+    assert len({digest(picture) for picture in all_of_them}) == 7
     assert digest(grey) == digest(deepcopy(grey))
 
 
 def test_who_gets_pictures_can_change_only_copies() -> None:
     image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
-    sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
+    hidden = {"boxes": [image, (1, 2)], "scores": torch.zeros(2), "labels": {"red"}}
+    sample = Sample("a", "x", (image,), image, codes, hidden=hidden)
     copy = deepcopy([RewardInput(sample, "x", image)])[0]
-    assert copy.sample.hidden == {"boxes": [image, (1, 2)]}
-    values = {"scores": torch.zeros(2), "labels": {"red"}}
-    values_copy = deepcopy(values)
-    values_copy["scores"][0] = 5
-    values_copy["labels"].clear()
-    assert values["scores"].sum() == 0 and values["labels"] == {"red"}
-    for picture in (copy.image, copy.sample.target, *copy.sample.sources):
+    boxes = copy.sample.hidden["boxes"]
+    assert boxes == [image, (1, 2)]
+    for picture in (copy.image, copy.sample.target, *copy.sample.sources, boxes[0]):
         picture.putpixel((0, 0), (0, 0, 0))
-    copy.sample.hidden["boxes"][0].putpixel((0, 0), (0, 0, 0))
-    copy.sample.hidden["boxes"].clear()
-    copy.sample.source_codes[0, 0] = 5
+    boxes.clear()
+    copy.sample.hidden["labels"].clear()
+    copy.sample.hidden["scores"][0] = copy.sample.source_codes[0, 0] = 5
     assert image.getcolors() == [(64, (255, 255, 255))]
-    assert codes.sum() == 0
-    assert sample.hidden == {"boxes": [image, (1, 2)]}
+    assert codes.sum() == hidden["scores"].sum() == 0
+    assert (hidden["boxes"], hidden["labels"]) == ([image, (1, 2)], {"red"})
 
 
 def test_a_transparent_picture_is_sent_over_white() -> None:

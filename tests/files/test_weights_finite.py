@@ -6,16 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny_config
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_messages import holds
 
 from rl import build
-from rl.config.schema import load_config
 from rl.model_files import NotFiniteError, align_weights, require_finite
 from rl.ranks.dist import Dist
 from rl.ranks.signals import sentence
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -37,15 +36,12 @@ def test_integers_float8_and_empty_tensors_are_accepted() -> None:
 
 
 def test_a_model_with_nan_is_named_by_its_key(tmp_path: Path) -> None:
-    folder = tmp_path / "policy"
-    shutil.copytree(ROOT / "tiny_world" / "weights" / "policy", folder)
+    folder = shutil.copytree(tiny_config.WEIGHTS / "policy", tmp_path / "policy")
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("q_proj.weight"))
     weights[name][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    overrides = ["run_name=x", f"policy.model_path={folder}"]
-    config = load_config(ROOT / "configs" / "quickstart.jsonnet", overrides)
+    config = tiny_config.shipped("quickstart", f"policy.model_path={folder}")
     with pytest.raises(ValueError) as refused:
         build.build_policy(build.resolve(config), Dist.from_env())
-    text = sentence(refused.value)
-    assert text is not None and "  policy: " in text and "holds NaN or infinity: 1 of " in text
+    assert holds(sentence(refused.value), "  policy:  ... holds NaN or infinity: 1 of ")

@@ -7,10 +7,12 @@ do nothing, for the launcher.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from rl.config.loading import validate
@@ -38,21 +40,26 @@ def _shipped(name: str) -> RunConfig:
     return load_config(f"configs/{name}.jsonnet", env=ENVIRONMENT)
 
 
-def shipped(name: str, *changes: str) -> RunConfig:
-    """A shipped config with 'key=value' changes, the value JSON or a string. Derived values stay,
-    as evaluating the Jsonnet again would take a fifth of a second."""
-    values = _shipped(name).model_dump()
+def changed(values: dict[str, Any], *changes: str) -> dict[str, Any]:
+    """The values with 'key=value' changes, the value JSON or a string."""
     for change in changes:
         key, _, value = change.partition("=")
         *sections, last = key.split(".")
         section = values
         for part in sections:
-            section = section.setdefault(part, {})
+            is_list = isinstance(section, list)
+            section = section[int(part)] if is_list else section.setdefault(part, {})
         try:
             section[last] = json.loads(value)
         except ValueError:
             section[last] = value
-    return RunConfig.model_validate_json(json.dumps(values))
+    return values
+
+
+def shipped(name: str, *changes: str) -> RunConfig:
+    """A shipped config with changes. Derived values stay, as evaluating the Jsonnet again would
+    take a fifth of a second."""
+    return RunConfig.model_validate_json(json.dumps(changed(_shipped(name).model_dump(), *changes)))
 
 
 def validated(values: dict[str, Any]) -> RunConfig:
@@ -63,10 +70,30 @@ def validated(values: dict[str, Any]) -> RunConfig:
     return config
 
 
+def problems_of(
+    path: str | Path, *overrides: str, env: Mapping[str, str] | None = None
+) -> list[str]:
+    """Why a config is refused when it is loaded."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, env or {})
+    return list(caught.value.problems)
+
+
 def write(folder: Path, values: dict[str, Any], name: str = "run.jsonnet") -> Path:
     path = folder / name
     path.write_text(json.dumps(values, indent=1))
     return path
+
+
+def cache_config(cache: Path, hub_id: str, text: str) -> Path:
+    """Writes the config.json of a model into a cache of the hub's layout."""
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    file = repository / "snapshots" / "c0ffee" / "config.json"
+    for folder in (file.parent, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    file.write_text(text)
+    return file
 
 
 def nothing(folder: Path, **changes: Any) -> dict[str, Any]:

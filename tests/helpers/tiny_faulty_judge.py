@@ -8,9 +8,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from PIL import Image
 
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
-from rl.judge.client import JudgeClient
+from rl.judge.client import JudgeClient, JudgeStats
 from rl.judge.reply import read_scores, scores_schema
 from tiny_world.judge_server import JudgeHandler, JudgeServer
 
@@ -39,12 +38,8 @@ class Fault:
     """A callable is called when the request has arrived."""
     stall_s: float = 0.0
     """Pause before the response, s."""
-    trickle_s: float = 0.0
-    """Pause after each byte, s."""
     reset: bool = False
     """Reset the connection without a response."""
-    cut: bool = False
-    """Announce the whole body, but send half of it."""
     raw: Callable[[], Iterable[bytes]] | None = None
     """Replaces the whole response, status line included, block by block."""
     keeps_open: bool = False
@@ -57,11 +52,10 @@ class FaultyJudge(JudgeServer):
     def __init__(self, faults: Sequence[Fault] = (), after: Fault | None = None) -> None:
         self.faults = list(faults)
         self.after = after or Fault()
-        self.models: Fault | list[Fault] | None = None
-        """Replaces the response to `/v1/models`; a list has one fault per request."""
+        self.models: Fault | None = None
+        """Replaces the response to `/v1/models`."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.times_s: list[float] = []
         self.max_open = 0
         self._open = 0
         self._lock = threading.Lock()
@@ -69,10 +63,11 @@ class FaultyJudge(JudgeServer):
 
     def client(self, journal: Path | None = None, **config: Any) -> JudgeClient:
         """A client of this judge; `config`: changes of `quick_config`."""
-        client = JudgeClient(quick_config(**config), self.api_base)
-        if journal:
-            client.open_journal(journal)
-        return client
+        return client_of(self, journal, **config)
+
+    def works(self) -> None:
+        """From now on all its responses are good."""
+        self.after, self.models = Fault(), None
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         with self._lock:
@@ -80,7 +75,6 @@ class FaultyJudge(JudgeServer):
             self.max_open = max(self.max_open, self._open)
             self.requests.append(json.loads(body))
             self.headers.append(headers)
-            self.times_s.append(time.monotonic())
             return self.faults.pop(0) if self.faults else self.after
 
     def end(self) -> None:
@@ -90,61 +84,41 @@ class FaultyJudge(JudgeServer):
 
 class _FaultyHandler(JudgeHandler):
     def do_GET(self) -> None:
-        judge = self.server.judge
-        assert isinstance(judge, FaultyJudge)
-        fault = judge.models
-        if isinstance(fault, list):
-            fault = fault.pop(0) if fault else None
-        if fault is None:
+        judge: Any = self.server.judge
+        if judge.models is None:
             return super().do_GET()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._play(fault)
+        self._play(judge.models)
         self.close_connection = True
 
     def complete(self, body: bytes) -> None:
-        judge = self.server.judge
-        assert isinstance(judge, FaultyJudge)
-        fault = judge.begin(body, dict(self.headers))
-        try:
-            self._play(fault)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True
-        finally:
-            judge.end()
+        judge: Any = self.server.judge
+        self._play(judge.begin(body, dict(self.headers)))
+        judge.end()
 
     def _play(self, fault: Fault) -> None:
         time.sleep(fault.stall_s)
+        try:
+            self._respond(fault)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _respond(self, fault: Fault) -> None:
         if fault.raw is not None:
             self.close_connection = not fault.keeps_open
-            for block in fault.raw():
-                self.wfile.write(block)
+            self.wfile.writelines(fault.raw())
             return
         if fault.reset:
             linger = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.connection.close()
-            self.close_connection = True
-            return
-        message = {"role": "assistant", "content": fault.reply}
-        envelope = json.dumps({"choices": [{"index": 0, "message": message}]})
-        data = (envelope if fault.body is None else fault.body).encode()
+            raise ConnectionResetError
+        data = envelope(fault.reply) if fault.body is None else fault.body.encode()
         self.send_response(fault.status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in fault.headers.items():
             self.send_header(name, value if isinstance(value, str) else value())
         self.end_headers()
-        if fault.cut:
-            self.wfile.write(data[: len(data) // 2])
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
-        if fault.trickle_s == 0:
-            self.wfile.write(data)
-            return
-        for byte in data:
-            self.wfile.write(bytes([byte]))
-            time.sleep(fault.trickle_s)
+        self.wfile.write(data)
 
 
 FaultyJudge.handler = _FaultyHandler
@@ -160,18 +134,16 @@ class PickyJudge(FaultyJudge):
         page: str = "Unsupported parameter: 'NAME' is not supported with this model.",
     ) -> None:
         """`page`: body of a refusal, in which NAME is replaced by the parameter."""
-        self.refused = refused
-        self.refusal = Fault(status, body=page)
+        self.refused, self.status, self.page = refused, status, page
         super().__init__()
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
+        fault = super().begin(body, headers)
         parameter = next((name for name in self.refused if name in json.loads(body)), None)
         if parameter is None:
-            return super().begin(body, headers)
-        faults, self.faults = self.faults, []  # `faults` are for accepted requests
-        super().begin(body, headers)
-        self.faults = faults
-        return replace(self.refusal, body=(self.refusal.body or "").replace("NAME", parameter))
+            return fault
+        self.faults.insert(0, fault)  # `faults` are for accepted requests
+        return Fault(self.status, body=self.page.replace("NAME", parameter))
 
     def log(self) -> list[str]:
         """The optional parameters of each request."""
@@ -189,6 +161,18 @@ def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None 
     lines = [f"HTTP/1.1 {status}", *headers, "Connection: close"]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
     return raw("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
+
+
+def dripping(block: bytes, start: bytes = b"") -> Fault:
+    """`start`, then `block` every 20 ms without end: each read is quick, the response endless."""
+
+    def blocks() -> Iterator[bytes]:
+        yield start
+        while True:
+            time.sleep(0.02)
+            yield block
+
+    return Fault(raw=blocks)
 
 
 def envelope(content: Any = GOOD) -> bytes:
@@ -219,6 +203,32 @@ def read_pair(text: str) -> tuple[float, float]:
     return first, second
 
 
+def client_of(
+    judges: FaultyJudge | str | Sequence[FaultyJudge | str],
+    journal: Path | None = None,
+    **config: Any,
+) -> JudgeClient:
+    """A client of one or several judges; `config`: changes of `quick_config`."""
+    listed = [judges] if isinstance(judges, FaultyJudge | str) else judges
+    urls = [judge if isinstance(judge, str) else judge.api_base for judge in listed]
+    client = JudgeClient(quick_config(**config), urls)
+    if journal:
+        client.open_journal(journal)
+    return client
+
+
+def used(client: JudgeClient, script: Callable[[JudgeClient], Awaitable[Any]]) -> Any:
+    """What `script` returns; closes the client afterwards."""
+
+    async def run() -> Any:
+        try:
+            return await script(client)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
 def with_client(
     judges: FaultyJudge | str | Sequence[FaultyJudge | str],
     script: Callable[[JudgeClient], Awaitable[Any]],
@@ -226,19 +236,8 @@ def with_client(
     **config: Any,
 ) -> tuple[Any, JudgeClient]:
     """(what `script` returns, the client, which is closed afterwards)"""
-    listed = [judges] if isinstance(judges, FaultyJudge | str) else judges
-    urls = [judge if isinstance(judge, str) else judge.api_base for judge in listed]
-
-    async def run() -> tuple[Any, JudgeClient]:
-        client = JudgeClient(quick_config(**config), urls)
-        if journal:
-            client.open_journal(journal)
-        try:
-            return await script(client), client
-        finally:
-            await client.aclose()
-
-    return asyncio.run(run())
+    client = client_of(judges, journal, **config)
+    return used(client, script), client
 
 
 async def ask_all(client: JudgeClient, count: int, first: int = 0) -> list[Answer[Any]]:
@@ -249,18 +248,20 @@ async def ask_all(client: JudgeClient, count: int, first: int = 0) -> list[Answe
     )
 
 
-def answers_of(
-    client: JudgeClient, questions: Sequence[Question], at_once: bool = True, repeat: int = 0
+def ask_one(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
+    """(the answer to one question, the client's counts)"""
+    [answer], client = with_client(judge, lambda client: ask_all(client, 1), **config)
+    return answer, client.take_stats()
+
+
+async def ask_in_turn(
+    client: JudgeClient, questions: Iterable[Question], repeat: int = 0
 ) -> list[Answer[Any]]:
-    """The answers to the questions; closes the client afterwards."""
+    return [await client.ask(question, read_pair, repeat) for question in questions]
 
-    async def run() -> list[Answer[Any]]:
-        asking = [client.ask(question, read_pair, repeat) for question in questions]
-        try:
-            if at_once:
-                return list(await asyncio.gather(*asking))
-            return [await answer for answer in asking]
-        finally:
-            await client.aclose()
 
-    return asyncio.run(run())
+def answers_of(
+    client: JudgeClient, questions: Iterable[Question], repeat: int = 0
+) -> list[Answer[Any]]:
+    """The answers to the questions, asked one after the other; closes the client afterwards."""
+    return used(client, lambda client: ask_in_turn(client, questions, repeat))

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from PIL import Image
-from tiny_faulty_judge import MODEL, quick_config
+from tiny_faulty_judge import MODEL, client_of, used
 
 from rl.api.judge import Answer, Question
 from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.config.schema import JudgeConfig
-from rl.judge.client import JudgeClient
 from rl.judge.reply import UnreadableReplyError
 from tiny_world.judge_server import JudgeServer
 
@@ -24,11 +23,12 @@ EDIT = "put the {dot} of picture 2 into picture 1"
 
 
 class ScriptedJudge:
-    """Gives its replies in order and then repeats the last one; records the questions."""
+    """Gives its replies (or whole answers) in order and then repeats the last one; records the
+    questions."""
 
     config = JudgeConfig()
 
-    def __init__(self, *replies: str) -> None:
+    def __init__(self, *replies: str | Answer[Any]) -> None:
         self.replies = list(replies)
         self.asked: list[Question] = []
         self.repeats: list[int] = []
@@ -39,6 +39,8 @@ class ScriptedJudge:
         self.asked.append(question)
         self.repeats.append(repeat)
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if isinstance(reply, Answer):
+            return reply
         try:
             return Answer(parse(reply), (reply,), None, 1, 0.1)
         except UnreadableReplyError as error:
@@ -71,25 +73,20 @@ def ask(
 ) -> RewardOutput:
     """The grade of one reward that asks `judge`; `config`: the reward's, `client`: the client's."""
 
-    async def run() -> RewardOutput:
-        judge_client = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
-        reward = make(plugin, plugin.Config(**config or {}), judge_client)
-        grade: RewardOutput = await reward.grade(reward_input)
-        await judge_client.aclose()
-        return grade
-
+    client_config = {"max_attempts": 2, **client}
     assert judge.model == MODEL
-    return asyncio.run(run())
+    return used(
+        client_of(judge.api_base, **client_config),
+        lambda client: make(plugin, plugin.Config(**config or {}), client).grade(reward_input),
+    )
 
 
 def grade_of(
-    plugin: type[Reward[Any]], text: str, instruction: str = "", answer: Any = None, **config: Any
+    plugin: type[Reward[Any]], text: str, instruction: str = "", **config: Any
 ) -> RewardOutput:
     """The grade of a completion by a reward without a judge."""
-    sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
     reward = make(plugin, plugin.Config(**config))
-    grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
-    return grade
+    return asyncio.run(reward.grade(RewardInput(Sample("a", instruction), text, None)))
 
 
 def grade(
@@ -97,5 +94,4 @@ def grade(
 ) -> RewardOutput:
     sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
     plugin = make(reward, reward.Config(**config), judge)
-    output: RewardOutput = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))
-    return output
+    return asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))

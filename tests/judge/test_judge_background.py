@@ -29,46 +29,36 @@ def test_results_and_errors_reach_the_caller() -> None:
             loop.submit(fail()).result(5)
 
 
+async def endless(started: threading.Event, cancelled: threading.Event) -> None:
+    try:
+        started.set()
+        await asyncio.sleep(600)
+    finally:
+        cancelled.set()
+
+
 def test_a_wait_ends_at_a_request_to_stop_and_cancels_its_coroutine() -> None:
     cancelled, stop = threading.Event(), threading.Event()
-
-    async def endless() -> None:
-        try:
-            stop.set()
-            await asyncio.sleep(600)
-        finally:
-            cancelled.set()
-
     with BackgroundLoop() as loop:
         assert loop.run(asyncio.sleep(0, 7), lambda: False) == 7
         with pytest.raises(StoppedError):
-            loop.run(endless(), stop.is_set)
+            loop.run(endless(stop, cancelled), stop.is_set)
         assert cancelled.wait(60)
 
 
 def test_close_cancels_running_tasks_and_lets_them_clean_up() -> None:
-    events: list[str] = []
-
-    async def endless() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            events.append("cleaned up")
-
-    async def has_started() -> None:
-        await asyncio.sleep(0.01)
-
+    started, cleaned_up = threading.Event(), threading.Event()
     loop = BackgroundLoop("short-lived")
-    future = loop.submit(endless())
-    loop.submit(has_started()).result(5)
-    loop.close()
-    loop.close()
-    assert events == ["cleaned up"]
+    future = loop.submit(endless(started, cleaned_up))
+    assert started.wait(5)
+    for _ in range(2):
+        loop.close()
+    assert cleaned_up.is_set()
     with pytest.raises(CancelledError):
         future.result(5)
     assert "short-lived" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="closed"):
-        loop.submit(has_started())
+        loop.submit(asyncio.sleep(0))
 
 
 def test_close_does_not_wait_for_ever_for_a_task(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,20 @@
-"""Judges that refuse some request parameters: a refusal is remembered. `-s` prints the requests."""
+"""Judges that refuse some request parameters: a refusal is remembered."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_faulty_judge import Fault, FaultyJudge, PickyJudge, answers_of, pair_question
+from tiny_faulty_judge import (
+    Fault,
+    FaultyJudge,
+    PickyJudge,
+    answers_of,
+    ask_all,
+    pair_question,
+    with_client,
+)
 from tiny_messages import holds
 
 from rl.api.judge import Answer
@@ -55,10 +61,6 @@ def page_of(dialect: str, name: str = "NAME") -> str:
     return " ".join(DIALECTS[dialect].replace("NAME", name).split())
 
 
-def picky(dialect: str, *refused: str) -> PickyJudge:
-    return PickyJudge(*refused, status=STATUSES.get(dialect, 400), page=page_of(dialect))
-
-
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("parameter", ["max_tokens", "temperature", "seed"])
 def test_each_dialect_names_its_refused_parameter(name: str, parameter: str) -> None:
@@ -96,19 +98,17 @@ def test_of_the_parameters_that_a_page_names_the_least_important_is_left_out(
     assert refused_parameter(400, page.encode(), SENT | {"response_format": {}}) == refused
 
 
-def answers_to(
-    client: JudgeClient, texts: Sequence[str], at_once: bool = False, repeat: int = 0
-) -> list[Answer[Any]]:
-    return answers_of(client, [pair_question(text) for text in texts], at_once, repeat)
+def answers_to(client: JudgeClient, texts: str, repeat: int = 0) -> list[Answer[Any]]:
+    return answers_of(client, map(pair_question, texts), repeat)
 
 
 @pytest.mark.parametrize("dialect", ["OpenAI", "Azure", "LiteLLM, old", "Mistral", "Gemini", "TGI"])
 def test_three_refused_parameters_cost_three_extra_requests_once(dialect: str, caplog) -> None:
-    with picky(dialect, "max_tokens", "temperature", "seed") as judge:
+    refused, status = ("max_tokens", "temperature", "seed"), STATUSES.get(dialect, 400)
+    with PickyJudge(*refused, status=status, page=page_of(dialect)) as judge:
         client = judge.client(max_tokens=300)
         answers = answers_to(client, "abc")
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 3
-    print("", *judge.log(), sep="\n| ")
     assert judge.log() == [
         "max_tokens seed temperature top_p",
         "max_completion_tokens seed temperature top_p",
@@ -118,14 +118,14 @@ def test_three_refused_parameters_cost_three_extra_requests_once(dialect: str, c
     assert [answer.attempts for answer in answers] == [4, 1, 1]
     assert judge.requests[-1]["max_completion_tokens"] == 300
     assert client.take_stats().retries == {"parameter": 3}
-    [log] = [record.getMessage() for record in caplog.records]
+    [log] = caplog.messages
     assert holds(log, f"{judge.api_base} ... without max_tokens, seed, temperature from now on")
 
 
 def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) -> None:
     """The refusals are logged once."""
     with PickyJudge("max_tokens", "temperature", "seed") as judge:
-        answers = answers_to(judge.client(), "abcdefgh", at_once=True)
+        answers, _ = with_client(judge, lambda client: ask_all(client, 8))
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert len(caplog.records) == 1 and len(judge.requests) <= 8 * 4
 
@@ -133,7 +133,7 @@ def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) ->
 def test_a_length_that_is_refused_under_both_names_stops_the_run() -> None:
     """No reply is asked for without a limit of its length."""
     refusal = pytest.raises(JudgeRefused, match="max_completion_tokens")
-    with picky("Groq", "max_tokens", "max_completion_tokens") as judge, refusal:
+    with PickyJudge("max_tokens", "max_completion_tokens") as judge, refusal:
         answers_to(judge.client(), "a")
     assert len(judge.requests) == 2
 
@@ -149,14 +149,8 @@ def test_a_schema_that_is_refused_at_a_retry_is_left_out() -> None:
 def test_a_parameter_that_was_accepted_before_is_left_out_for_one_request_only() -> None:
     """An endpoint may accept the first temperature and refuse the higher one of a retry."""
 
-    class Cool(FaultyJudge):
-        def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
-            fault = super().begin(body, headers)
-            if json.loads(body).get("temperature", 0) > 1:
-                return Fault(400, body="Unsupported value: 'temperature' does not support 1.2")
-            return fault
-
-    with Cool([Fault(reply="hm")]) as judge:
+    refusal = Fault(400, body="Unsupported value: 'temperature' does not support 1.2")
+    with FaultyJudge([Fault(reply="hm"), refusal]) as judge:
         answers = answers_to(judge.client(temperature=0.9), "ab")
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
     assert [r.get("temperature") for r in judge.requests] == [0.9, 1.2, None, 0.9]

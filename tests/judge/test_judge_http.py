@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import itertools
-import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -19,11 +17,12 @@ from tiny_faulty_judge import (
     Fault,
     FaultyJudge,
     answers_of,
+    ask_one,
+    dripping,
     envelope,
     page,
     pair_question,
     raw,
-    with_client,
 )
 from tiny_messages import holds
 
@@ -33,33 +32,16 @@ from rl.judge.client import Answer, JudgeRefused, JudgeStats
 TIMEOUT_S = 2.0
 """Long enough for a correct answer on a busy machine."""
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-WHOLE_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope())
 DEEP = b"[" * 200_000
 FLOOD = 2**16
 
 
-def _dripping(block: bytes, start: bytes = b"") -> Fault:
-    """`start`, then `block` every 20 ms without end: each read is quick, the response endless."""
-
-    def blocks() -> Iterator[bytes]:
-        yield start
-        while True:
-            time.sleep(0.02)
-            yield block
-
-    return Fault(raw=blocks)
-
-
-def _flood(block: bytes, start: bytes = b"") -> Fault:
+def flood(block: bytes, start: bytes = b"") -> Fault:
     """`start`, then `block` without end, as fast as the client reads."""
     return Fault(raw=lambda: itertools.chain([start], itertools.repeat(block)))
 
 
-def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
-    settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
-    client = judge.client(**settings)
-    [answer] = answers_of(client, [pair_question()])
-    return answer, client.take_stats()
+QUICK = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1}
 
 
 READ = {
@@ -71,7 +53,11 @@ READ = {
     "identity by name": page(envelope(), "Content-Encoding: Identity"),
     "a cookie without end": page(envelope(), "Set-Cookie: a=" + "b" * 50_000),
     "odd bytes in a header": page(envelope(), "X-Odd: \xff\xfe"),
-    "interim responses first": raw(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
+    "interim responses first": raw(
+        b"HTTP/1.1 102 Wait\r\n\r\n" * 3,
+        CHUNKED,
+        b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope()),
+    ),
     "half a surrogate pair": page(envelope(GOOD.replace("fine", "fine \ud83d"))),
     "old HTTP, closed at the end": raw(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
 }  # fmt: skip
@@ -80,7 +66,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_a_grade_in_an_unusual_response_is_read(name: str) -> None:
     with FaultyJudge([READ[name]]) as judge:
-        answer, stats = ask(judge)
+        answer, stats = ask_one(judge, **QUICK)
     assert answer.value == (8.0, 6.5) and stats.requests == 1
     assert answer.replies[0].encode(), "it can be written to a file"
 
@@ -92,8 +78,8 @@ COSTS_ONE_TRY = {
         "an unknown encoding": page(envelope(), "Content-Encoding: \x1b[2J"),
         "too long": page(b" " * (judge_http.MAX_REPLY_BYTES + 1)),
         "empty under many headers": page(b"", "A: b\r\n" * 5_000),
-        "endless": _flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n"),
-        "endless chunks": _flood(b"10000\r\n" + b" " * FLOOD + b"\r\n", CHUNKED),
+        "endless": flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n"),
+        "endless chunks": flood(b"10000\r\n" + b" " * FLOOD + b"\r\n", CHUNKED),
         "empty": page(b""),
         "an HTML page": page(b"<html>\x1b[31mproxy</html>", "Content-Type: text/html"),
         "deep lists": page(DEEP),
@@ -126,12 +112,12 @@ COSTS_ONE_TRY = {
         "no HTTP": raw(b"SSH-2.0-OpenSSH_9.6\r\n"),
         "nothing": raw(),
         "a status beyond": page(envelope(), status="099 Odd"),
-        "endless header": _flood(b"a" * FLOOD, b"HTTP/1.1 200 OK\r\nX: "),
-        "endless headers": _flood(b"A: b\r\n" * 5_000, b"HTTP/1.1 200 OK\r\n"),
-        "endless trailers": _flood(b"A: b\r\n" * 5_000, CHUNKED + b"0\r\n"),
+        "endless header": flood(b"a" * FLOOD, b"HTTP/1.1 200 OK\r\nX: "),
+        "endless headers": flood(b"A: b\r\n" * 5_000, b"HTTP/1.1 200 OK\r\n"),
+        "endless trailers": flood(b"A: b\r\n" * 5_000, CHUNKED + b"0\r\n"),
         "broken chunks": raw(CHUNKED + b"ZZ\r\nhello\r\n"),
         "a negative chunk": raw(CHUNKED + b"-5\r\nhello\r\n"),
-        "a chunk size without end": _flood(b"0" * FLOOD, CHUNKED),
+        "a chunk size without end": flood(b"0" * FLOOD, CHUNKED),
         "chunks cut": raw(CHUNKED + b"ff\r\n{"),
         "an early end": page(envelope(), length=10**6),
         "an impossible length": page(envelope(), "Content-Length: 1"),
@@ -140,13 +126,13 @@ COSTS_ONE_TRY = {
         "another protocol": page(b"", "Upgrade: x", status="101 Switching Protocols"),
     },
     "timeout": {
-        "a byte at a time": _dripping(b" ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"),
-        "a header at a time": _dripping(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"),
-        "a status line at a time": _dripping(b"H"),
-        "progress for ever": _flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
-        "hints for ever": _dripping(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"),
-        "one-byte chunks": _flood(b"1\r\n \r\n" * 10_000, CHUNKED),
-        "chunk extensions": _flood(b"1;" + b"e" * FLOOD + b"\r\n \r\n", CHUNKED),
+        "a byte at a time": dripping(b" ", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"),
+        "a header at a time": dripping(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"),
+        "a status line at a time": dripping(b"H"),
+        "progress for ever": flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+        "hints for ever": dripping(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"),
+        "one-byte chunks": flood(b"1\r\n \r\n" * 10_000, CHUNKED),
+        "chunk extensions": flood(b"1;" + b"e" * FLOOD + b"\r\n \r\n", CHUNKED),
         "silence": Fault(stall_s=4.0),
     },
     "http_429": {
@@ -158,8 +144,8 @@ COSTS_ONE_TRY = {
     },
     "http_502": {
         "a compressed page": page(gzip.compress(b"bad"), "Content-Encoding: br", status="502 Bad"),
-        "an endless page": _flood(b"<p>" * FLOOD, b"HTTP/1.1 502 Bad\r\n\r\n"),
-        "a page that drips": _dripping(b"x", b"HTTP/1.1 502 Bad\r\n\r\n"),
+        "an endless page": flood(b"<p>" * FLOOD, b"HTTP/1.1 502 Bad\r\n\r\n"),
+        "a page that drips": dripping(b"x", b"HTTP/1.1 502 Bad\r\n\r\n"),
         "a page cut": page(b"bad gateway", status="502 Bad", length=10**6),
         "a page in broken chunks": raw(CHUNKED.replace(b"200 OK", b"502 Bad") + b"ZZ\r\n"),
     },
@@ -174,7 +160,7 @@ def test_each_invalid_response_costs_one_try() -> None:
     def answer_to(case: tuple[str, str]) -> tuple[Answer[Any], JudgeStats]:
         cause, name = case
         with FaultyJudge([COSTS_ONE_TRY[cause][name]]) as judge:
-            return ask(judge)
+            return ask_one(judge, **QUICK)
 
     with ThreadPoolExecutor(16) as pool:
         outcomes = list(zip(CASES, pool.map(answer_to, CASES), strict=True))
@@ -188,9 +174,8 @@ def test_a_question_with_only_invalid_responses_fails_with_a_printable_reason() 
     page_of_escapes = page(b"\x1b[2J\xe2\x80\xae" + b"A\r\nB" * 9999, status="500 \x1b[2J")
     for fault, word in ((page_of_escapes, "http_500"), (page(b"\x00\x1b]0;x\x07"), "no_reply")):
         with FaultyJudge(after=fault) as judge:
-            answer, _ = ask(judge)
+            answer, _ = ask_one(judge, **QUICK)
         failure = answer.failure or ""
-        print(f"\n{failure[:200]}")
         assert answer.value is None and failure.startswith(f"{word}: ") and "\\x1b" in failure
         assert failure.isprintable() and len(failure) < 800
 
@@ -198,8 +183,8 @@ def test_a_question_with_only_invalid_responses_fails_with_a_printable_reason() 
 WRONG_SET_UP = {
     "compressed": page(gzip.compress(b"no"), "Content-Encoding: gzip", status="401 No"),
     "cut": page(b"wrong key", status="401 No", length=10**6),
-    "endless": _flood(b"wrong key " * FLOOD, b"HTTP/1.1 403 No\r\n\r\n"),
-    "dripping": _dripping(b"x", b"HTTP/1.1 401 No\r\n\r\nwrong key"),
+    "endless": flood(b"wrong key " * FLOOD, b"HTTP/1.1 403 No\r\n\r\n"),
+    "dripping": dripping(b"x", b"HTTP/1.1 401 No\r\n\r\nwrong key"),
     "in broken chunks": raw(CHUNKED.replace(b"200 OK", b"404 No") + b"9\r\nwrong key\r\nZZ\r\n"),
     "in another charset": page(b"wrong key", "Content-Type: a/b; charset=base64", status="404 No"),
     "with escapes": page(b"wrong key\x1b[2J\xe2\x80\xae\r\nfine", status="403 No"),
@@ -209,10 +194,9 @@ WRONG_SET_UP = {
 @pytest.mark.parametrize("name", WRONG_SET_UP)
 def test_a_refusal_stops_at_once_whatever_its_page_contains(name: str) -> None:
     with FaultyJudge(after=WRONG_SET_UP[name]) as judge, pytest.raises(JudgeRefused) as refused:
-        ask(judge)
+        ask_one(judge, **QUICK)
     assert len(judge.requests) == 1
     message = str(refused.value)
-    print(f"\n{message[:300]}")
     assert re.search("wrong key|compressed .Content-Encoding: gzip", message)
     assert message.replace("\n", "", 1).isprintable() and len(message) < 1200
 
@@ -229,7 +213,7 @@ def test_a_refusal_stops_at_once_whatever_its_page_contains(name: str) -> None:
 def test_a_redirect_is_refused_and_not_followed(location: str, fragment: str) -> None:
     fault = page(b"", f"Location: {location}", status="307 Elsewhere")
     with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
-        ask(judge)
+        ask_one(judge, **QUICK)
     assert len(judge.requests) == 1 and fragment in str(refused.value)
 
 
@@ -238,8 +222,16 @@ def test_the_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.Mon
     with FaultyJudge() as elsewhere, FaultyJudge() as judge:
         judge.after = page(b"", f"Location: {elsewhere.api_base}/x", status="308 Moved")
         with pytest.raises(JudgeRefused, match=re.escape(f"points ({elsewhere.api_base}/x)")):
-            ask(judge, api_key_env="MY_JUDGE")
+            ask_one(judge, api_key_env="MY_JUDGE")
     assert not elsewhere.requests
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    return monkeypatch
 
 
 @pytest.mark.parametrize(
@@ -254,15 +246,12 @@ def test_the_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.Mon
     ],
 )
 def test_a_proxy_in_the_environment_is_used_for_other_machines(
-    environment: dict[str, str], proxied: bool, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], proxied: bool, bare_environment: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
     with FaultyJudge() as proxy:
         for name, value in environment.items():
             address = proxy.api_base.split("/")[2]
-            monkeypatch.setenv(name, value.format(proxy=address))
+            bare_environment.setenv(name, value.format(proxy=address))
         http = judge_http.JudgeHttp("http://judge.test:1/v1", {}, max_connections=1)
         request = http.request("GET", "/models", None, TIMEOUT_S)
         if proxied:
@@ -285,12 +274,9 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
     ],
 )
 def test_a_wrong_environment_variable_is_named_in_the_error(
-    name: str, value: str, api_base: str, parts: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, api_base: str, parts: str, bare_environment: pytest.MonkeyPatch
 ) -> None:
-    for other in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE"):
-        monkeypatch.delenv(other, raising=False)
-        monkeypatch.delenv(other.lower(), raising=False)
-    monkeypatch.setenv(name, value)
+    bare_environment.setenv(name, value)
     with pytest.raises(ValueError) as error:
         judge_http.JudgeHttp(api_base, {}, max_connections=1)
     assert holds(error.value, f"{name} ... {parts}")
@@ -304,36 +290,15 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
             yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
-        client = judge.client(max_concurrency=1)
-        answers = answers_of(client, [pair_question(str(n)) for n in range(4)], at_once=False)
+        answers = answers_of(judge.client(max_concurrency=1), map(pair_question, "abcd"))
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
 
 def test_requests_ask_for_no_compression_and_keep_no_cookie() -> None:
     with FaultyJudge([Fault(reply="hm", headers={"Set-Cookie": "a=b"})]) as judge:
-        ask(judge)
+        ask_one(judge, **QUICK)
     assert [headers["Accept-Encoding"] for headers in judge.headers] == ["identity"] * 2
     assert not any("Cookie" in headers for headers in judge.headers)
-
-
-NAMES = json.dumps({"data": [{"id": "\x1b[2J" * 999}, *({"id": f"m\n{n}"} for n in range(20))]})
-
-
-@pytest.mark.parametrize(
-    ("models", "reason"),
-    [
-        (page(b'{"data": [' + b" " * judge_http.MAX_REPLY_BYTES + b"]}"), "longer than 2097152 by"),
-        (page(b"x", "Content-Encoding: br"), r"compressed \(Content-Encoding: br\)"),
-        (page(DEEP), "not as an OpenAI-compatible endpoint"),
-        (page(NAMES.encode()), r"does not serve judge\.model"),
-    ],
-)
-def test_the_health_check_explains_a_bad_list_of_models(models: Fault, reason: str) -> None:
-    with FaultyJudge() as judge:
-        judge.models = models
-        with pytest.raises(JudgeRefused, match=reason) as error:
-            with_client(judge, lambda client: client.check_health(wait_s=0))
-    assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1500
 
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)

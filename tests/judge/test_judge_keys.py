@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import stat
-from pathlib import Path
+from contextlib import closing
 from urllib.parse import quote
 
 import pytest
-from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
+from tiny_faulty_judge import Fault, FaultyJudge, ask_all, envelope, with_client
 
 from rl.judge.client import JudgeError
 from rl.judge.http import ReplyJournal
@@ -27,15 +27,6 @@ ENCODED_KEYS = {
 }
 
 
-def outcome(judge: FaultyJudge, journal: Path) -> str:
-    """The client's answer to one question, or its error message."""
-    config = {"api_key_env": "ODDLY_NAMED", "max_attempts": 1}
-    try:
-        return repr(with_client(judge, lambda client: ask_all(client, 1), journal, **config))
-    except JudgeError as error:
-        return str(error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("encoded", ENCODED_KEYS.values(), ids=range(len(ENCODED_KEYS)))
 def test_an_echoed_key_is_written_nowhere(encoded: str, tmp_path, monkeypatch, caplog) -> None:
@@ -49,11 +40,17 @@ def test_an_echoed_key_is_written_nowhere(encoded: str, tmp_path, monkeypatch, c
         "body": Fault(body=f'{{"choices": [{{"message": {{"content": "{encoded}"}}}}]}}'),
         "reply": Fault(reply=good),
         "compressed": Fault(headers={"Content-Encoding": encoded}),
+        "model": Fault(body=f'{{"model": "{encoded}", ' + envelope().decode()[1:]),
     }
     for name, fault in faults.items():
         journal = tmp_path / f"{name}.jsonl"
         with FaultyJudge(after=fault) as judge:
-            output = outcome(judge, journal) + caplog.text + journal.read_text()
+            try:
+                config = {"api_key_env": "ODDLY_NAMED", "max_attempts": 1}
+                output = repr(with_client(judge, lambda c: ask_all(c, 1), journal, **config))
+            except JudgeError as error:
+                output = str(error)
+        output += caplog.text + journal.read_text()
         for secret in (KEY, encoded, KEY[:10], encoded[:16]):
             assert secret not in output, (name, output)
     kept = (tmp_path / "reply.jsonl").read_text()
@@ -65,11 +62,9 @@ def test_the_journal_is_scrubbed_and_readable_only_by_its_owner(tmp_path, monkey
     path = tmp_path / "replies.jsonl"
     path.write_text('{"key": "old", "reply": "kept"}\n')
     path.chmod(0o664)
-    journal = ReplyJournal(path)
-    kept = journal.put("new", f"said {KEY}")
-    journal.close()
+    with closing(ReplyJournal(path)) as journal:
+        kept = journal.put("new", f"said {KEY}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert kept == "said <SOME_TOKEN>" and KEY not in path.read_text()
-    again = ReplyJournal(path)
-    assert (again.get("old"), again.get("new")) == ("kept", kept), "as in the first run"
-    again.close()
+    with closing(ReplyJournal(path)) as again:
+        assert (again.get("old"), again.get("new")) == ("kept", kept), "as in the first run"

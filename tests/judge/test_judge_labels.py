@@ -113,9 +113,8 @@ async def asked(client: JudgeClient) -> Answer[Distribution]:
 def test_one_token_is_asked_for_and_the_reply_is_journalled(tmp_path: Path) -> None:
     """A resumed run gets the same numbers from the journal."""
     with FaultyJudge(after=Fault(body=SEVEN)) as judge:
-        config = {"guided_json": "always", "temperature": 0.0}
-        answer, _ = with_client(judge, asked, tmp_path / "j.jsonl", **config)
-        again, client = with_client(judge, asked, tmp_path / "j.jsonl", **config)
+        config = {"journal": tmp_path / "j.jsonl", "guided_json": "always", "temperature": 0.0}
+        (answer, _), (again, client) = (with_client(judge, asked, **config) for _ in range(2))
     [request] = judge.requests
     del request["messages"]
     assert request == {

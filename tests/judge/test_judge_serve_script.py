@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tiny_programs import write_programs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_judge.sh"
 
@@ -14,13 +15,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_judge.sh"
 def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs it with an `nvidia-smi` that lists `num_gpus` and a `vllm` that prints its arguments."""
     stand_ins = {
-        "nvidia-smi": "\n".join(["#!/bin/sh", *(f"echo GPU {n}" for n in range(num_gpus))]),
-        "vllm": '#!/bin/sh\necho "$@"',
+        "nvidia-smi": "\n".join(["#!/bin/sh", *(f"echo GPU {n}" for n in range(num_gpus)), ""]),
+        "vllm": '#!/bin/sh\necho "$@"\n',
     }
-    for name, text in stand_ins.items():
-        (tmp_path / name).write_text(text + "\n")
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    path = f"{write_programs(tmp_path, stand_ins)}:{os.environ['PATH']}"
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JUDGE_", "CUDA_"))}
     return subprocess.run(
         ["bash", str(SCRIPT), "--max-num-seqs", "64"],

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import tiny_loop
 from tiny_messages import holds
+from tiny_programs import write_programs
 from tiny_waits import is_gone, wait_for
 
 from rl.api.judge import Question
@@ -151,9 +152,8 @@ def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None
 
 
 def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch) -> None:
-    (tmp_path / "vllm").write_text(VLLM)
-    (tmp_path / "vllm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = write_programs(tmp_path, {"vllm": VLLM})
+    monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     monkeypatch.chdir(tiny_loop.REPO)
     [line] = re.findall(
         r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "docs/judge.md").read_text(), re.DOTALL

@@ -71,27 +71,21 @@ def grade_all(reward: clip.Clip, pairs: Sequence[tuple[str, Image.Image]]) -> li
     return asyncio.run(run())
 
 
-def stock_cosines(folder: Path, pairs: Sequence[tuple[str, Image.Image]]) -> list[float]:
-    model = CLIPModel.from_pretrained(folder).eval()
-    tokenizer = clip_tokenizer()
-    prompts, pictures = zip(*pairs, strict=True)
-    tokens = tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt")
-    processor = CLIPImageProcessorPil.from_pretrained(folder)
-    rgb = [picture.convert("RGB") for picture in pictures]
-    pixels = processor(images=rgb, return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        output = model(**tokens, pixel_values=pixels)
-    cosines: list[float] = (output.logits_per_image.diag() / model.logit_scale.exp()).tolist()
-    return cosines
-
-
 def test_cosines_equal_those_of_the_stock_model(
     folder: Path, reward: clip.Clip, pictures: list[Image.Image]
 ) -> None:
     """The cosines are of the user's prompts, not of the completion "4k, trending"."""
     pairs = [*zip(PROMPTS, pictures, strict=True), (LONG, pictures[0])]
     cosines = [grade.parts["cosine"] for grade in grade_all(reward, pairs)]
-    assert cosines == pytest.approx(stock_cosines(folder, pairs), abs=1e-5)
+    model = CLIPModel.from_pretrained(folder).eval()
+    prompts, drawn = zip(*pairs, strict=True)
+    tokens = clip_tokenizer()(list(prompts), padding=True, truncation=True, return_tensors="pt")
+    processor = CLIPImageProcessorPil.from_pretrained(folder)
+    pixels = processor([picture.convert("RGB") for picture in drawn], return_tensors="pt")
+    with torch.no_grad():
+        output = model(**tokens, **pixels)
+    expected = (output.logits_per_image.diag() / model.logit_scale.exp()).tolist()
+    assert cosines == pytest.approx(expected, abs=1e-5)
     assert max(cosines) - min(cosines) > 0.1, "the tiny model tells pairs apart"
 
 
@@ -105,12 +99,14 @@ def test_a_cosine_has_the_same_bits_whatever_was_compared_before(
 
 
 class Scripted:
-    """A model that returns a fixed cosine."""
+    """A model that returns a fixed cosine, but fails for the prompt "bad"."""
 
     def __init__(self, cosine: float) -> None:
         self.cosine = cosine
 
     def compare(self, prompt: str, picture: Image.Image) -> tuple[float, bool]:
+        if prompt == "bad":
+            raise ValueError(prompt)
         return self.cosine, False
 
 
@@ -125,9 +121,8 @@ def with_model(config: clip.Config, model: Any) -> clip.Clip:
     [(0.3, 2.5, 0.75), (0.4, 2.5, 1.0), (0.9, 2.5, 1.0), (-0.2, 2.5, 0.0), (0.3, 1.0, 0.3)],
 )
 def test_clipscore_by_hand(cosine: float, scale: float, value: float) -> None:
-    model: Any = Scripted(cosine)
-    reward = with_model(clip.Config(scale=scale), model)
-    (grade,) = grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))])
+    reward = with_model(clip.Config(scale=scale), Scripted(cosine))
+    [grade] = grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))])
     assert grade.value == pytest.approx(value)
     assert grade.parts == {"cosine": cosine, "prompt_cut": 0.0}
 
@@ -157,13 +152,7 @@ def test_the_stream_is_left_first(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_picture_that_fails_fails_no_other() -> None:
-    class Failing(Scripted):
-        def compare(self, prompt: str, picture: Image.Image) -> tuple[float, bool]:
-            if prompt == "bad":
-                raise ValueError("bad")
-            return super().compare(prompt, picture)
-
-    reward, picture = with_model(clip.Config(), Failing(0.3)), Image.new("RGB", (8, 8))
+    reward, picture = with_model(clip.Config(), Scripted(0.3)), Image.new("RGB", (8, 8))
     with pytest.raises(ValueError, match="bad"):
         grade_all(reward, [("a cat", picture), ("bad", picture)])
     [grade] = grade_all(reward, [("a cat", picture)])

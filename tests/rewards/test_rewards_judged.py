@@ -247,6 +247,12 @@ def test_the_judge_gets_exact_prompts(reward: type[Reward[Any]], questions: list
         assert questions_of(reward, 3) == questions
 
 
+def numbered(num_sources: int) -> list[Any]:
+    """How several sources are shown."""
+    shown = ((f"Source {n}:", source) for n, source in enumerate(SOURCES[:num_sources], 1))
+    return [part for each in shown for part in each]
+
+
 @pytest.mark.parametrize(
     ("reward", "name", "mark"),
     [(VieScore, "viescore_semantics", "score"), (EditQuality, "edit_quality", "alignment")],
@@ -256,8 +262,7 @@ def test_several_sources_are_numbered(
     reward: type[Reward[Any]], name: str, mark: str, num_sources: int
 ) -> None:
     *before, text, result = questions_of(reward, num_sources)[0]
-    assert before[::2] == [f"Source {number}:" for number in range(1, num_sources + 1)]
-    assert tuple(before[1::2]) == SOURCES[:num_sources]
+    assert before == numbered(num_sources)
     one, several = prompt(name), prompt(f"{name}_of_several")
     assert (text, result) == (several, RESULT)
     assert one.splitlines()[-1] == several.splitlines()[-1] and f'"{mark}"' in one.splitlines()[-1]
@@ -270,7 +275,7 @@ def test_a_rubric_shows_what_the_config_says() -> None:
     assert result.value == pytest.approx(0.725)
     target, image, text, *sources = judge.asked[0].parts
     assert (target, image) == (TARGET, RESULT)
-    assert sources == ["Source 1:", SOURCES[0], "Source 2:", SOURCES[1]]
+    assert sources == numbered(2)
     assert str(text).startswith(f"{prompt('viescore_semantics')}\n\nAnswer with exactly one JSON")
     assert str(text).endswith('{"reasoning": "...", "success": <0 to 5>, "identity": <-1 to 1>}')
     assert judge.asked[0].reply_schema["required"] == ["reasoning", "success", "identity"]
@@ -288,7 +293,7 @@ def test_a_users_prompt_file_replaces_the_shipped_prompts(tmp_path: Path) -> Non
     path = tmp_path / "mine.txt"
     path.write_text("Is this {instruction}?\n")
     [(*before, text, result), _] = questions_of(VieScore, 2, semantics_prompt=str(path))
-    assert before == ["Source 1:", SOURCES[0], "Source 2:", SOURCES[1]]
+    assert before == numbered(2)
     assert (text, result) == (f"Is this {EDIT}?", RESULT)
     path.write_text("Rate the edit <instruction>.")
     with pytest.raises(ValidationError, match=r"has no \{instruction\}"):
@@ -301,10 +306,9 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
     sources = () if lacks == "source" else SOURCES[:1]
     sample = Sample("a", EDIT, sources=sources, target=None if lacks == "target" else TARGET)
     judge = ScriptedJudge("no idea")
+    image = None if lacks == "image" else RESULT
     plugin = make(reward, reward.Config(), judge)
-    result = asyncio.run(
-        plugin.grade(RewardInput(sample, "a rewriting", None if lacks == "image" else RESULT))
-    )
+    result = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", image)))
     is_needed = lacks in plugin.needs
     assert (result.failure or "").startswith("no_image: ") == (not judge.asked) == is_needed
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
-from tiny_rewards import RESULT, make
+from tiny_rewards import RESULT, ScriptedJudge, make
 from tiny_rollout import run_config
 from tiny_run import SAMPLE, episode
 
@@ -18,7 +17,6 @@ from rl.api.judge import Answer
 from rl.api.types import (
     Action,
     Completion,
-    Episode,
     Prompt,
     RenderFailure,
     RewardInput,
@@ -66,18 +64,6 @@ def test_each_question_that_is_given_up_counts_as_one_kind(fault: Fault, kind: s
     assert [is_unreadable(answer.failure) for answer in failed] == [kind == "unreadable"] * 2
 
 
-class HalfDeaf:
-    """Answers the first question of a reading, and fails on the second."""
-
-    def __init__(self, *failures: str) -> None:
-        self.config = run_config().judge
-        self.failures = list(failures)
-
-    async def ask(self, question: Any, parse: Any, repeat: int = 0) -> Any:
-        failure = self.failures.pop(0)
-        return Answer(None, (), failure, 1, 0.1) if failure else Answer((5, 5), (), None, 1, 0.1)
-
-
 @pytest.mark.parametrize(
     ("failures", "unreadable", "value"),
     [
@@ -93,28 +79,13 @@ class HalfDeaf:
 def test_only_unreadable_replies_count_as_the_lowest_rating(
     failures: list[str], unreadable: Literal["ungraded", "lowest"], value: float | None
 ) -> None:
-    reward = make(VieScore, VieScore.Config(), HalfDeaf(*failures))
+    answers = [Answer(None if text else (5, 5), (), text or None, 1, 0.1) for text in failures]
+    reward = make(VieScore, VieScore.Config(), ScriptedJudge(*answers))
     graded = RewardInput(SAMPLE, "words", RESULT)
     [output] = asyncio.run(scores(reward, [graded], unreadable))
     assert output.value == value
     if value == 0.0:
         assert output.parts == {"sc_01": 0.0, "pq_01": 0.0} and is_unreadable(output.failure)
-
-
-def episode_with(results: Sequence[Any], unreadable: str = "ungraded") -> Episode:
-    """Of one picture per result: its grades, or the renderer's failure."""
-    words = Completion((5,), (-0.5,), "stop")
-    base = RewardInput(SAMPLE, "words", None)
-    readings = []
-    for n, result in enumerate(results):
-        failed = isinstance(result, RenderFailure)
-        picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
-        readings.append(Reading(picture, base, {} if failed else result))
-    arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
-    return episode_of(run_config(judge={"unreadable": unreadable}), arm, "g", 1)
-
-
-LOWEST = replace(PROSE, value=0.0)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +98,23 @@ LOWEST = replace(PROSE, value=0.0)
         ([{"judge": PROSE}, RenderFailure("lost")], "ungraded", Status.UNGRADED, False),
         ([{"judge": PROSE}, {"judge": FAIR}], "ungraded", Status.SCORED, False),
         ([{"judge": FAIR}], "ungraded", Status.SCORED, False),
-        ([{"judge": LOWEST}], "lowest", Status.SCORED, True),
+        ([{"judge": replace(PROSE, value=0.0)}], "lowest", Status.SCORED, True),
         ([{"judge": FAIR}], "lowest", Status.SCORED, False),
     ],
 )
 def test_an_episode_says_whether_its_replies_were_unreadable(
     verdicts: list[Any], key: str, status: Status, is_counted: bool
 ) -> None:
-    found = episode_with(verdicts, key)
+    """One picture per verdict: its grades, or the renderer's failure."""
+    words = Completion((5,), (-0.5,), "stop")
+    base = RewardInput(SAMPLE, "words", None)
+    readings = []
+    for n, result in enumerate(verdicts):
+        failed = isinstance(result, RenderFailure)
+        picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
+        readings.append(Reading(picture, base, {} if failed else result))
+    arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
+    found = episode_of(run_config(judge={"unreadable": key}), arm, "g", 1)
     assert found.status is status and found.unreadable == is_counted
     assert (found.failure is None) == (verdicts == [{"judge": FAIR}])
 
