@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,11 @@ A, B = "http://a:4877/v1", "https://b.example/v1"
 def test_several_addresses_as_list_text_or_file(value: str | list[str], tmp_path: Path) -> None:
     file = tmp_path / "judges"
     file.write_text("a:4877 the first\n\nhttps://b.example # the second\na:4877\n")
-    text = json.dumps(value).replace("FILE", str(file))
-    assert resolve_api_bases(json.loads(text)) == (A, B)
+    items = [value] if isinstance(value, str) else value
+    items = [item.replace("FILE", str(file)) for item in items]
+    assert resolve_api_bases(items[0] if isinstance(value, str) else items) == (A, B)
     with pytest.raises(ValueError, match=r"2 addresses.* drop start_command"):
-        resolve_api_base(json.loads(text))
+        resolve_api_base(items[0] if isinstance(value, str) else items)
 
 
 def test_one_wrong_address_of_several_is_named(tmp_path: Path) -> None:
