@@ -1,4 +1,4 @@
-"""Mounts a small file system in memory and fills it."""
+"""Mounts a small file system in memory and fills it; reads all files of a folder."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def fill(disk: Path, left: int = 0) -> Path:
             assert error.errno == errno.ENOSPC
     os.truncate(filler, filler.stat().st_size - left)
     return filler
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file, except of the one that fills the disk."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "filler")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

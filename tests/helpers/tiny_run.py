@@ -1,14 +1,17 @@
-"""A small run config, episodes and an engine, without any model."""
+"""A small run config, its record, episodes and an engine, without any model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from rl.api.types import Action, Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
+from rl.ranks.dist import Dist
+from rl.record.run_record import RunRecord
 
 BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
 SAMPLE = Sample("row-7", "make it red", (BLUE,), YELLOW, category="colour")
@@ -28,6 +31,10 @@ def run_config(**changes: Any) -> RunConfig:
         "data": {"train": [{"type": "edit_jsonl", "path": "train.jsonl"}]},
     }
     return RunConfig.model_validate(fields | changes)
+
+
+def record_in(folder: Path, dist: Dist | None = None, **changes: Any) -> RunRecord:
+    return RunRecord(folder, run_config(**changes), dist or Dist())
 
 
 def episode(**changes: Any) -> Episode:
