@@ -9,26 +9,9 @@ from PIL import Image
 
 from rl.api.reward import Reward
 from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
-from rl.config.schema import RunConfig
 from rl.learner.train_step import pack_groups
 from rl.progress import PhaseTimer
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
-
-
-def run_config(**changes: object) -> RunConfig:
-    fields = {
-        "run_name": "r",
-        "base_exp_dir": "unused",
-        "num_iterations": 1,
-        "prompts_per_iteration": 1,
-        "generations_per_prompt": 2,
-        "policy": {"type": "p"},
-        "engine": {"type": "e"},
-        "renderer": {"type": "r"},
-        "rewards": {},
-        "data": {"train": []},
-    }
-    return RunConfig.model_validate(fields | changes)
 
 
 class Painter:
@@ -48,8 +31,7 @@ class Painter:
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
         all_jobs = list(jobs)
         self.jobs += all_jobs
-        for index in reversed(range(len(all_jobs))):
-            job = all_jobs[index]
+        for index, job in reversed(list(enumerate(all_jobs))):
             if job.payload[0] in "xy":
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)

@@ -105,10 +105,8 @@ def test_peft_and_transformers_load_the_adapter_without_naming_its_base(trained:
 
 def test_the_adapter_loads_as_documented(trained: Path) -> None:
     text = (Path(__file__).parents[2] / "docs/report-and-edit.md").read_text(encoding="utf-8")
-    block = (
-        text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
-    )
-    code = block.replace("\n    ", "\n")
+    example = text.partition("### A published adapter")[2].partition("\n\n    ")[2]
+    code = example.partition("\n\n")[0].replace("\n    ", "\n")
     for documented, local in (("Qwen/Qwen-Image-Edit", "editor"), ("me/my-run", "adapter")):
         assert f'"{documented}"' in code
         code = code.replace(f'"{documented}"', repr(str(trained / local)))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 from tiny_messages import holds
-from tiny_rollout import Batches, Graded, Painter, collect, run_config, word
+from tiny_rollout import Batches, Graded, Painter, collect, word
+from tiny_run import run_config
 
 from rl.api.reward import Reward
 from rl.api.types import (
@@ -491,7 +492,7 @@ def test_what_a_renderer_may_not_yield_ends_the_run_with_a_sentence(
     with pytest.raises((TypeError, ValueError)) as error:
         roll(replace(context, renderer=painter), word("a"))
     text = signals.sentence(error.value)
-    assert text is not None and holds(text, f"renderer: r yields ... {part}")
+    assert text is not None and holds(text, f"renderer: none yields ... {part}")
 
 
 class SpoilsGroups(Reward):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image
-from tiny_rollout import Painter, collect, run_config, word
+from tiny_rollout import Painter, collect, word
+from tiny_run import run_config
 
 from rl.algorithm.metrics import Metrics
 from rl.api.reward import Reward
