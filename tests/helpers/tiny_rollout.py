@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from PIL import Image
+from tiny_run import run_config
 
 from rl.api.reward import Reward
 from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
 from rl.learner.train_step import pack_groups
 from rl.progress import PhaseTimer
+from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.run.run import Run
 
 
 class Painter:
@@ -60,6 +63,13 @@ class Batches:
     def __init__(self, batch: Sampled) -> None:
         nums_P = [len(completions_G) for completions_G in batch.completions]
         self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=nums_P)
+
+
+def bare_run(**attributes: Any) -> Run:
+    """A run with only these attributes and methods, a config and what needs no model."""
+    run = Run.__new__(Run)
+    vars(run).update({"config": run_config(), "dist": Dist(), "timer": PhaseTimer(), **attributes})
+    return run
 
 
 def collect(

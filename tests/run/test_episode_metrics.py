@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_run import episode
 
-from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
@@ -19,13 +18,11 @@ SCORED = episode()
 
 def test_a_group_without_any_grade_is_not_dead() -> None:
     groups = [[episode(reward=reward)] * 2 for reward in (None, 0.1, 0.9)]
-    metrics = rollout_metrics(Rollout(groups, [None] * 3), Dist())
-    assert Metrics.merge([metrics.state()])["groups/dead"] == pytest.approx(1 / 3)
+    assert metrics_of(groups)["groups/dead"] == pytest.approx(1 / 3)
 
 
-def share(groups: list[list[Episode]]) -> float:
-    metrics = rollout_metrics(Rollout(groups, [None] * len(groups)), Dist())
-    return Metrics.merge([metrics.state()])["reward/noise_variance_share"]
+def metrics_of(groups: list[list[Episode]]) -> dict[str, float]:
+    return Dist().reduce(rollout_metrics(Rollout(groups, [None] * len(groups)), Dist()))
 
 
 @pytest.mark.slow
@@ -39,4 +36,4 @@ def test_the_noise_share_estimates_the_true_share(truth: float, pictures: tuple[
         pairs = zip(means, pictures, strict=True)
         rows = [generator.normal(mean, 0.1 * truth**0.5, k) for mean, k in pairs]
         groups.append([replace(SCORED, image_rewards=tuple(row.tolist())) for row in rows])
-    assert share(groups) == pytest.approx(truth, abs=0.04)
+    assert metrics_of(groups)["reward/noise_variance_share"] == pytest.approx(truth, abs=0.04)
