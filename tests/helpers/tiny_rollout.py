@@ -35,7 +35,7 @@ class Painter:
         all_jobs = list(jobs)
         self.jobs += all_jobs
         for index, job in reversed(list(enumerate(all_jobs))):
-            if job.payload[0] in "xy":
+            if str(job.payload)[0] in "xy":
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)
             else:
