@@ -153,6 +153,12 @@ def launch(
     )
 
 
+def listeners(process: psutil.Process) -> list[str]:
+    """The addresses on which it listens."""
+    sockets = process.net_connections("inet")
+    return [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
+
+
 @contextmanager
 def listening() -> Iterator[set[str]]:
     """The addresses on which this process's descendants listen meanwhile."""
@@ -163,8 +169,7 @@ def listening() -> Iterator[set[str]]:
         while not is_over.wait(0.2):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):  # it has ended
-                    sockets = process.net_connections("inet")
-                    addresses.update(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN)
+                    addresses.update(listeners(process))
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -31,15 +31,10 @@ class Nodes:
         self, node: int, command: Sequence[str], errors: Path, **environ: str
     ) -> subprocess.Popen[str]:
         """Starts `command` on a node at the repository root; writes its output to `errors`."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.HELPERS}",
-            **environ,
-        }
         with open(errors, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[node], *command],
-                env=environment,
+                env=tiny_loop.environment(**environ),
                 cwd=tiny_loop.REPO,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -98,8 +93,7 @@ def why_not() -> str:
 def _kill_all(process: subprocess.Popen[str]) -> None:
     """Kills a process and its children."""
     if process.poll() is None:
-        children = psutil.Process(process.pid).children(recursive=True)
-        for child in children:
+        for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
         process.kill()
     process.wait()

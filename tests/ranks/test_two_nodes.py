@@ -13,6 +13,7 @@ import tiny_loop
 import tiny_nodes
 from tiny_loop import assert_same_run
 from tiny_nodes import ADDRESSES, Nodes
+from tiny_waits import wait_for
 
 from rl.ranks.supervision import LOST_S
 
@@ -74,32 +75,23 @@ class Launched:
     def codes(self) -> list[int]:
         return [process.wait(PATIENCE_S) for process in self.processes]
 
-    def wait_for_iteration(self, done: int) -> None:
+    def has_done(self, num_iterations: int) -> bool:
+        assert [process.poll() for process in self.processes] == [None, None], self.output(0)
         lines = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + PATIENCE_S
-        while not lines.is_file() or lines.read_text().count("\n") <= done:
-            ended = [process.poll() for process in self.processes]
-            assert time.monotonic() < deadline and ended == [None, None], self.output(0)
-            time.sleep(0.02)
-
-    def wait_for_text(self, node: int, text: str) -> float:
-        """Waits until the output of a node contains `text`; returns the time."""
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.output(node):
-            assert time.monotonic() < deadline, self.output(node)
-            time.sleep(0.1)
-        return time.monotonic()
+        return lines.is_file() and lines.read_text().count("\n") > num_iterations
 
 
 def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
 ) -> None:
     run = Launched(nodes, models, tmp_path)
-    run.wait_for_iteration(2)
+    wait_for(lambda: run.has_done(2), PATIENCE_S)
     with nodes.cut():
         start = time.monotonic()
         for node, other in ((0, "node 1"), (1, "node 0")):
-            named_s = run.wait_for_text(node, f"{other} has been unreachable for") - start
+            text = f"{other} has been unreachable for"
+            wait_for(lambda node=node, text=text: text in run.output(node), PATIENCE_S)
+            named_s = time.monotonic() - start
             assert named_s < LOST_S + 15, run.output(node)
             print(f"node {node} named it after {named_s:.0f} s")
         assert run.codes() == [1, 1], run.output(0) + run.output(1)
