@@ -72,7 +72,10 @@ def two_nodes() -> Iterator[Nodes]:
         yield nodes
     finally:
         for process in nodes.started:
-            _kill_all(process)
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
+            process.wait()
         for name in names:
             if Path("/run/netns", name).exists():
                 _ip("netns", "delete", name)
@@ -88,15 +91,6 @@ def why_not() -> str:
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.strip()}"
     return ""
-
-
-def _kill_all(process: subprocess.Popen[str]) -> None:
-    """Kills a process and its children."""
-    if process.poll() is None:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.kill()
-    process.wait()
 
 
 def _ip(*arguments: str) -> None:

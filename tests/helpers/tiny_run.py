@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from PIL import Image
 
@@ -55,18 +56,12 @@ def episode(**changes: Any) -> Episode:
     return Episode(**(fields | changes))
 
 
-class Writes:
+def writes(completion: Completion) -> Mock:
     """An engine that always returns the same completion."""
 
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
-
     def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+        prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        self.params = params
-        return [[self.completion] for _ in prompts_P]
+        return [[completion] for _ in prompts_P]
 
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
+    return Mock(generate=Mock(side_effect=generate))

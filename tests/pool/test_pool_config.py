@@ -34,8 +34,7 @@ def pooled(*overrides: str) -> RunConfig:
 
 def test_ranks_keep_no_renderer_beside_a_pool() -> None:
     for overrides, keys in (((), ["policy"]), (("render_pool.workers=0",), ["policy", "renderer"])):
-        resolved = build.resolve(pooled(*overrides))
-        assert [claim.key for claim in build.claims(resolved)] == keys
+        assert [claim.key for claim in build.claims(build.resolve(pooled(*overrides)))] == keys
 
 
 def test_check_counts_the_pool(tmp_path) -> None:

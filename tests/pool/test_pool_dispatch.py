@@ -146,8 +146,7 @@ def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPa
 
 def test_one_worker_that_cannot_load_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, "on_make", OSError("no weights"), times=2)
-    pool = make_pool(monkeypatch, FakeRay(), 2)
-    assert seeds_of(pool.render(jobs(40))) == ALL
+    assert seeds_of(make_pool(monkeypatch, FakeRay(), 2).render(jobs(40))) == ALL
 
 
 def test_without_a_worker_the_run_waits_then_stops(

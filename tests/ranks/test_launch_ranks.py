@@ -274,9 +274,6 @@ def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
         pass
 
 
-TWO_NODES = ("--nnodes", "2", "--rdzv-endpoint", "a:1")
-
-
 def exit_code(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
@@ -293,7 +290,10 @@ def exit_code(*arguments: str) -> int:
         (["rl/train.py"], "config ... missing"),
         (["nowhere.py", "any.jsonnet"], "nowhere.py ... rl/train.py"),
         (["--retries", "-1", "any.jsonnet"], "--retries -1"),
-        ([*TWO_NODES, "--retries", "1", "any.jsonnet"], "--retries starts one node's"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--retries", "1", "any.jsonnet"],
+            "--retries starts one node's",
+        ),
         (["--retries", "1", __file__], "no config"),
     ],
 )

@@ -96,7 +96,5 @@ def test_on_a_gpu_float32_is_not_replaced_by_tf32(monkeypatch):
 def test_a_missing_cuda_device_is_named(monkeypatch, num_devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    with pytest.raises(
-        ValueError, match=f"cuda:1, but this machine has {num_devices} CUDA devices"
-    ):
+    with pytest.raises(ValueError, match=f"cuda:1, .* has {num_devices} CUDA devices"):
         Dist.from_env("cuda:1")

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_loop
@@ -47,21 +46,16 @@ def plain(nodes: Nodes, models: dict[str, str], tmp_path_factory: pytest.TempPat
 class Launched:
     """The run, started with the same command on both nodes."""
 
-    def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path, **changes: Any) -> None:
-        config = tiny_loop.config_of(
+    def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path) -> None:
+        config = tiny_loop.without_judge(
             models,
             folder,
             num_iterations=NUM_ITERATIONS,
-            rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
-            judge={},
-            evaluation={"every_n_iterations": 0},
             checkpoint={"save_every_n_iterations": 100},
-            **changes,
         )
         path = tiny_loop.write_config(folder, config)
-        endpoint = f"{ADDRESSES[0]}:29777"
-        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank"]
-        command = [sys.executable, "-m", "rl.simple_launch", *options]
+        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESSES[0]}:29777"]
+        command = [sys.executable, "-m", "rl.simple_launch", *options, "--node-rank"]
         self.run_dir = folder / "tiny"
         self.outputs = [folder / f"node_{node}.txt" for node in range(2)]
         self.processes = [
@@ -96,8 +90,8 @@ def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
             print(f"node {node} named it after {named_s:.0f} s")
         assert run.codes() == [1, 1], run.output(0) + run.output(1)
         print(f"both ended after {time.monotonic() - start:.0f} s")
-    [saved] = (run.run_dir / "checkpoints").glob("step_*")
-    assert saved.name in ("step_000002", "step_000003"), "the network was cut in time"
+    [saved] = tiny_loop.saved_in(run.run_dir)
+    assert saved in ("step_000002", "step_000003"), "the network was cut in time"
     resumed = Launched(nodes, models, tmp_path)
     assert resumed.codes() == [0, 0], resumed.output(0)
     assert "resumed from" in resumed.output(0)

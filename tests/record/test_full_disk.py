@@ -26,12 +26,10 @@ from rl.record import checkpoint
 from rl.record.checkpoint import Checkpoints, problem_of
 from rl.record.run_record import BackgroundWriter
 
-SIZE = 1024 * 1024
-
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk", SIZE) as folder:
+    with mounted(tmp_path / "disk", 1024 * 1024) as folder:
         yield folder
 
 
@@ -105,8 +103,7 @@ def test_a_stop_while_the_disk_is_full_keeps_the_older_checkpoints(
     threading.Timer(0.3, lambda: monkeypatch.setitem(signals._received_s, 15, 1.0)).start()
     assert checkpoints.save_alone(point(2)) is None
     assert names_in(disk / "run") == ["step_000001"]
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert holds(message, "checkpoint step_000002 ... make room")
+    assert holds(capsys.readouterr().err.splitlines()[-1], "checkpoint step_000002 ... make room")
 
 
 def test_a_file_that_may_not_grow_is_waited_for_and_no_checkpoint_is_claimed(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import checkpoints_in, names_in, save
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_ranks import spawn
 
 from rl.files import write_atomically
@@ -113,9 +113,8 @@ def test_a_checkpoint_with_values_that_no_run_writes_is_refused_by_name(
     change(path / name, how)
     (path / "manifest.json").unlink()
     checkpoint._write_manifest(path)
-    with pytest.raises(ValueError) as refused:
+    with raising(ValueError, f"step_000010 ... {part} ... move this checkpoint away"):
         checkpoints.load(checkpoints.latest())
-    assert holds(refused.value, f"step_000010 ... {part} ... move this checkpoint away")
 
 
 def test_random_states_of_another_kind_are_refused():
@@ -141,11 +140,9 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
 def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(checkpoints, tmp_path):
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
         (path / "manifest.json").unlink()
-    folder = tmp_path / "checkpoints"
-    remedy = f"restore ... another run_name ... move {tmp_path} away"
-    with pytest.raises(ValueError) as refused:
+    folder, remedy = checkpoints.folder, f"restore ... another run_name ... move {tmp_path} away"
+    with raising(ValueError, f"none of the 2 checkpoints in {folder} ... {remedy}"):
         checkpoints.latest()
-    assert holds(refused.value, f"none of the 2 checkpoints in {folder} ... {remedy}")
     for empty in (
         lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
         lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
@@ -153,9 +150,8 @@ def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(checkpoin
         lambda: shutil.rmtree(folder),
     ):
         empty()
-        with pytest.raises(ValueError) as refused:
+        with raising(ValueError, f"{folder} ... step_000020 ... {remedy}"):
             checkpoints.latest()
-        assert holds(refused.value, f"{folder} ... step_000020 ... {remedy}")
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 

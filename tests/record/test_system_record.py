@@ -30,9 +30,8 @@ KEY = "sk-0123456789abcdef"
 
 
 def test_the_line_of_an_episode_has_all_its_values(record, tmp_path):
-    forced = Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False))
     failed = episode(
-        completion=forced,
+        completion=Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False)),
         action=Action("", None, failure="no JSON"),
         image=None,
         status=Status.POLICY_FAILED,
@@ -316,8 +315,7 @@ def test_a_run_stops_if_its_folder_is_moved_away(tmp_path):
     (tmp_path / "run").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(2, {"loss": 0.4})
-    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["iteration"] for row in rows] == [1, 2]
+    assert [row["iteration"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert checkpoints.latest().name == "step_000001", "what was saved remains"
 
 

@@ -35,7 +35,6 @@ def assert_harmless(text: str) -> None:
 
 def log(text: str) -> None:
     """Logs as Python does without a logging configuration."""
-    assert logging.lastResort is not None
     logging.lastResort.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
 
 

@@ -21,10 +21,9 @@ def cut_out(folder: Path, place: str) -> Image.Image:
 
 
 def test_every_distinct_picture_of_a_group_is_kept_once(tmp_path):
-    generator = np.random.default_rng(0)
     noise = [
         Image.fromarray(pixels)
-        for pixels in generator.integers(0, 255, (4, 200, 300, 3), dtype=np.uint8)
+        for pixels in np.random.default_rng(0).integers(0, 255, (4, 200, 300, 3), dtype=np.uint8)
     ]
     # Two groups of three completions, two with the same picture.
     groups = [[episode(image=noise[n]) for n in (p, p, p + 1)] for p in (0, 2)]

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_rollout import Batches, Graded, Painter, bare_run, collect, word
 from tiny_run import run_config
 
@@ -85,14 +85,12 @@ def context() -> Iterator[RolloutContext]:
 
 
 def sampled(*completions: Completion, bare: Completion | None = None) -> Sampled:
-    prompt = Prompt(Sample("s", "do it"), (1, 2))
-    return Sampled([prompt], [completions], [51], ["0/0"], [bare])
+    return Sampled([Prompt(Sample("s", "do it"), (1, 2))], [completions], [51], ["0/0"], [bare])
 
 
 def two_groups(first: str, second: str) -> Sampled:
     prompts = [Prompt(Sample(name, f"draw {name}"), (1, 2)) for name in "ab"]
-    written = [[word(first)], [word(second)]]
-    return Sampled(prompts, written, [51, 52], ["0/0", "0/1"], [None, None])
+    return Sampled(prompts, [[word(first)], [word(second)]], [51, 52], ["0/0", "0/1"], [None, None])
 
 
 def roll(context: RolloutContext, *completions: Completion) -> list[Episode]:
@@ -257,8 +255,7 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
     assert weigh(config, 0, episodes_PG) == [[-0.5, 0.5], [0.0, None]]
-    rollout = Rollout(episodes_PG, [*graded(0.2), None])
-    merged = Dist().reduce(rollout_metrics(rollout, Dist()))
+    merged = Dist().reduce(rollout_metrics(Rollout(episodes_PG, [*graded(0.2), None]), Dist()))
     expected = {
         "reward/mean": 0.5,
         "reward/std": math.sqrt(pvariance([0, 1, 0.5])),
@@ -454,14 +451,11 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run_with_its_traceback(
 ) -> None:
     run = run_of(replace(context, rewards={"level": Level(), "mine": Graded(raises)}))
     list(run.graded_groups(start(run, "ra", "ab")))
-    with pytest.raises(TooManyFailuresError) as error:
+    parts = "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
+    with raising(TooManyFailuresError, parts):
         list(run.graded_groups(start(run, "ra", "rb")))
-    assert holds(
-        error.value, "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
-    )
 
 
-GREY = Image.new("L", (8, 8))
 RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
 
 
@@ -469,7 +463,7 @@ RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
     ("drawn", "part"),
     [
         ([(0, None)], "(0, None) (tuple)"),
-        ([(0, GREY)], "mode=L"),
+        ([(0, Image.new("L", (8, 8)))], "mode=L"),
         ([(0, EMPTY)], "size=0x8"),
         ([(0, "a picture")], "'a picture'"),
         ([RED], "mode=RGB size=8x8"),

@@ -121,8 +121,7 @@ def test_a_group_reward_gets_equal_words_once_unless_it_reads_thoughts(
             return [number / len(inputs_G) for number in range(len(inputs_G))]
 
     groups: list[list[tuple[str, str]]] = []
-    rewards = {"ranked": Ranked(None, None), "brief": Brief()}
-    rollout = roll(replace(context, rewards=rewards))
+    rollout = roll(replace(context, rewards={"ranked": Ranked(None, None), "brief": Brief()}))
     [group] = groups
     values = [e.parts["ranked"] for e in (*rollout.episodes[0][:3], *rollout.bare_episodes)]
     if reads:

@@ -92,9 +92,6 @@ def test_the_judges_noise_is_measured_on_pictures_that_are_not_bit_equal() -> No
     assert check([policy()]) == {"eval/equal_words_levels": 0.0}, "of equal pictures"
 
 
-OTHER_WORDS = replace(RIGHT.completion, token_ids=(8, 9))
-
-
 def grey(level: int) -> dict[str, Any]:
     return {"image": Image.new("RGB", (48, 32), (level,) * 3)}
 
@@ -114,7 +111,7 @@ def test_equal_words_draw_equal_pictures_along_all_paths(
 ) -> None:
     arms = {
         POLICY: policy(**grey(10)),
-        BARE: bare and policy(completion=OTHER_WORDS, **grey(bare)),
+        BARE: bare and policy(completion=replace(RIGHT.completion, token_ids=(8,)), **grey(bare)),
         "alone": policy(**grey(alone)),
     }
     check_equal_words(metrics := Metrics(), [arms] * 2, 1, True, Dist())

@@ -59,8 +59,7 @@ def test_a_renderer_that_keeps_failing_stops_the_run(
 
 
 def test_the_share_of_failed_renders_is_logged() -> None:
-    metrics = Dist().reduce(make_checks().metrics(rollout_of(3, 1)))
-    assert metrics["pictures/not_drawn"] == 0.25
+    assert Dist().reduce(make_checks().metrics(rollout_of(3, 1)))["pictures/not_drawn"] == 0.25
     assert "pictures/not_drawn" not in Dist().reduce(make_checks().metrics(rollout_of(0)))
 
 

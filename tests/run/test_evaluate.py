@@ -13,7 +13,7 @@ from tiny_loop import rows_of
 from tiny_messages import holds
 from tiny_ranks import run_ranks
 from tiny_rollout import Graded, Painter
-from tiny_run import Writes, run_config
+from tiny_run import run_config, writes
 
 from rl.api.policy import PolicyConfig
 from rl.api.types import (
@@ -38,7 +38,7 @@ from rl.run.evaluation import evaluate
 from rl.run.metric_table import doc_of
 
 Grades = Callable[[RewardInput], float | RewardOutput]
-ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
+ENGINE = writes(Completion((2,), (-0.5,), "stop"))
 
 
 class Gathering:
@@ -133,7 +133,7 @@ def evaluate_samples(
 
 def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path) -> None:
     evaluate_samples(1, tmp_path)
-    config, params = run_config(), ENGINE.params
+    config, (_, params, _) = run_config(), ENGINE.generate.call_args.args
     assert params.temperature == config.evaluation.temperature != config.sampling.temperature
     assert (params.top_p, params.num_completions) == (1.0, 1)
 

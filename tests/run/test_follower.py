@@ -121,8 +121,7 @@ def test_a_line_written_between_the_end_and_the_wait_is_printed(
     fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A judge that the run started ends in between, which takes seconds."""
-    started = of(fake)
-    started.close(failed=False)
+    of(fake).close(failed=False)
     wait_for((fake / "stdin").exists)
     wait_for_last_rows(fake / "run", lambda: False)
     assert capsys.readouterr().err.count("WARNING: no key\n") == 1

@@ -76,8 +76,7 @@ def test_each_cause_of_ungraded_episodes_is_logged_once(capsys: pytest.CaptureFi
     """The run continues without these episodes, so the log must say why."""
     checks = Checks(run_config(), Dist(), [], MagicMock(), Watch(LEARNING))
     run = bare_run(context=MagicMock(), checks=checks)
-    failure = "mine: raised KeyError: 'answer'"
-    lost = episode(status=Status.UNGRADED, reward=None, failure=failure)
+    lost = episode(status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'")
     rollout = SimpleNamespace(episodes=[[episode()] * 9 + [lost]], num_drawn=9, render_failures=[])
     rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
     rollout.finished = lambda: rollout
@@ -138,8 +137,7 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
 def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> None:
     mock, record = MagicMock(), MagicMock(run_dir=Path("my runs/x"))
     Recording(mock, record, mock, BackgroundWriter(tmp_path), 9).end(mock)
-    said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
-    assert said == [
+    assert "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n") == [
         "page: 'my runs/x'/report/index.html",
         "what it learnt: rl report 'my runs/x'",
         "use it: rl edit --run 'my runs/x' ...",

@@ -20,7 +20,7 @@ from PIL import Image
 from tiny_act import act_group
 from tiny_policy import make_qwen, move
 from tiny_rounding import PRODUCT_TOL
-from tiny_run import Writes, episode, run_config
+from tiny_run import episode, run_config, writes
 
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Prompt, RenderJob, RewardInput, RewardOutput, Sample
@@ -38,7 +38,6 @@ from rl.seeds import derive_seed
 pytestmark = pytest.mark.slow
 
 Make = Callable[..., RolloutContext]
-AREA_PX = 64 * 64
 SAMPLES = [
     replace(tiny_qwen.sample(0), reference="blue"),
     tiny_qwen.sample(1, width=128),
@@ -102,7 +101,7 @@ def context(make: Make) -> RolloutContext:
 
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
     """Makes an evaluation and returns its metrics."""
-    engine = Writes(context.policy.encode_completion("make the square green"))
+    engine = writes(context.policy.encode_completion("make the square green"))
     with BackgroundWriter(run_dir) as writer:
         arguments = (context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer)
         return Dist().reduce(evaluate(*arguments))
@@ -116,7 +115,7 @@ def test_the_stock_arms_are_the_pictures_of_the_stock_pipeline(
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     shrunk = stock_edit.calculate_dimensions
-    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(AREA_PX, ratio))
+    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(64**2, ratio))
     parts = tiny_editor.make_stock(state_dim=tiny_loop.STATE_DIM)
     encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
     pipeline = tiny_editor.stock_pipeline(parts, processor=tiny_qwen.make_processor())
