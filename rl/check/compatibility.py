@@ -14,7 +14,7 @@ from rl.api.plugin import SavesMemory
 from rl.build import Plugin, Resolved, ask_plugin, claims
 from rl.check import memory_plan
 from rl.check.memory_plan import Plan
-from rl.config.schema import RAY_MISSING, RunConfig, changed
+from rl.config.schema import MAX_EPISODES, RAY_MISSING, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.ranks import dist
@@ -211,6 +211,8 @@ def why_not_zero3(resolved: Resolved) -> list[str]:
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
     config, algorithm = resolved.config, resolved.config.algorithm
     optimizer, checkpoint = config.optimizer, config.checkpoint
+    if (num := config.prompts_per_iteration * config.generations_per_prompt) > MAX_EPISODES:
+        yield f"generations_per_prompt: {num:,} completions an iteration; at most {MAX_EPISODES:,}"
     in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1":
         yield (

@@ -74,6 +74,19 @@ def recorded() -> dict[str, Any]:
     return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
+def assert_recorded(
+    rows: Sequence[dict[str, Any]], names: Sequence[str] = RECORDED_METRICS
+) -> None:
+    """The metrics of a run's iterations are the recorded ones. The absolute tolerance is for losses
+    that are 0 but for rounding."""
+    import pytest
+
+    for row, expected in zip(rows, recorded()["metrics"], strict=True):
+        for name in names:
+            value = pytest.approx(expected[name], rel=1e-3, abs=1e-5)
+            assert row[name] == value, (name, row["iteration"])
+
+
 class RecordedEngine(TransformersEngine):
     """Returns the recorded completions."""
 

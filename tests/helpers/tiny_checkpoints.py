@@ -35,11 +35,16 @@ def save(
         metrics = checkpoints.folder.parent / "metrics.jsonl"
         line = {f"eval/{name}": value for name, value in {"reward": reward, **measured}.items()}
         append_line(metrics, json_line({"iteration": iteration, **line}))
+    return checkpoints.save(point(iteration, write_model, size), final)
 
+
+def point(
+    iteration: int, write_model: Callable[[Path], None] | None = None, size: int = 12
+) -> ResumePoint:
     def write(folder: Path) -> None:
         (folder / "adapter_model.bin").write_text(str(iteration) * 100)
 
-    point = ResumePoint(
+    return ResumePoint(
         iteration,
         {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
         {"learner": {"version": iteration}, "config": {"format": 3, "seed": 1}},
@@ -47,7 +52,6 @@ def save(
         write_model or write,
         f"# card {iteration}\n",
     )
-    return checkpoints.save(point, final)
 
 
 def names_in(folder: Path) -> list[str]:

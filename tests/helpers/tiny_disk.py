@@ -1,9 +1,10 @@
-"""Mounts a small file system in memory and fills it."""
+"""Mounts a small file system in memory and fills it; reads all files of a folder."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,7 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
     """Mounts a file system of that size at `folder`; skips the test if that is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    try:
-        refused = subprocess.run(mount, capture_output=True).returncode != 0
-    except FileNotFoundError:
-        refused = True
-    if refused:
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
         yield folder
@@ -40,3 +37,9 @@ def fill(disk: Path, left: int = 0) -> Path:
             assert error.errno == errno.ENOSPC
     os.truncate(filler, filler.stat().st_size - left)
     return filler
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file, except of the one that fills the disk."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "filler")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

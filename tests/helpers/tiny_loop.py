@@ -48,9 +48,11 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     return folder
 
 
-def run_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path], Path]) -> Path:
-    """The folder of a finished run of the config that `write` writes."""
-    return made_once(factory, name, lambda folder: run(write(folder))) / "tiny"
+def run_once(
+    factory: pytest.TempPathFactory, name: str, models: dict[str, str], **changes: Any
+) -> Path:
+    """The folder of a finished run of `config_of`, which nothing interrupted."""
+    return made_once(factory, name, lambda folder: run(written(models, folder, **changes))) / "tiny"
 
 
 def save_models(folder: Path) -> dict[str, str]:
@@ -114,6 +116,31 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
     return {**config, **changes}
 
 
+def written(models: dict[str, str], folder: Path, **changes: Any) -> Path:
+    """The path of a file with `config_of`, for a run in the same folder."""
+    return write_config(folder, config_of(models, folder, **changes))
+
+
+def without_judge(models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
+    """`config_of` with only the brightness as its reward, and without evaluations."""
+    fewer: dict[str, Any] = {
+        "rewards": {"brightness": {"type": "tests.helpers.brightness_reward"}},
+        "judge": {},
+        "evaluation": {"every_n_iterations": 0},
+    }
+    return config_of(models, folder, **{**fewer, **changes})
+
+
+def iterations_of(run_dir: Path) -> list[int]:
+    """Of the lines of its metrics."""
+    return [row["iteration"] for row in metrics_of(run_dir)]
+
+
+def saved_in(run_dir: Path) -> list[str]:
+    """The names of its checkpoints."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.jsonnet"
@@ -127,8 +154,13 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     ended = subprocess.run(
         command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=300
     )
-    if check:
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return _checked(ended, check)
+
+
+def _checked(
+    ended: subprocess.CompletedProcess[str], check: bool
+) -> subprocess.CompletedProcess[str]:
+    assert ended.returncode == 0 or not check, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended
 
 
@@ -153,6 +185,12 @@ def launch(
     )
 
 
+def listeners(process: psutil.Process) -> list[str]:
+    """The addresses on which it listens."""
+    sockets = process.net_connections("inet")
+    return [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
+
+
 @contextmanager
 def listening() -> Iterator[set[str]]:
     """The addresses on which this process's descendants listen meanwhile."""
@@ -163,8 +201,7 @@ def listening() -> Iterator[set[str]]:
         while not is_over.wait(0.2):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):  # it has ended
-                    sockets = process.net_connections("inet")
-                    addresses.update(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN)
+                    addresses.update(listeners(process))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -180,16 +217,16 @@ def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.Co
     be equal bit for bit only one may be forked, as forked processes share one hash seed."""
     import tiny_ranks
 
-    ended = tiny_ranks.run_forked(_train, str(path), *arguments)
-    if check:
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return ended
+    return _checked(tiny_ranks.run_forked(_train, str(path), *arguments), check)
 
 
-def kill_and_resume(path: Path, *arguments: str) -> str:
+def kill_and_resume(
+    path: Path, *arguments: str, meanwhile: Callable[[], object] = lambda: None
+) -> str:
     """Kills a run as `arguments` say and resumes it; returns the output of the second process."""
     killed = run_forked(path, *arguments, check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
+    meanwhile()
     resumed = run_forked(path).stdout
     assert "resumed from" in resumed
     return resumed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
 
 
 def refusal(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> str:
@@ -17,3 +19,11 @@ def refusal(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> s
 def holds(message: object, parts: str) -> bool:
     """Whether the message contains each of the texts that ' ... ' separates, in any order."""
     return all(part in str(message) for part in parts.split(" ... "))
+
+
+@contextlib.contextmanager
+def raising(error: type[Exception], parts: str) -> Iterator[None]:
+    """Expects an error whose message holds these parts; '': none."""
+    with pytest.raises(error) if parts else contextlib.nullcontext() as raised:
+        yield
+    assert not parts or holds(raised.value, parts), raised.value

@@ -31,15 +31,10 @@ class Nodes:
         self, node: int, command: Sequence[str], errors: Path, **environ: str
     ) -> subprocess.Popen[str]:
         """Starts `command` on a node at the repository root; writes its output to `errors`."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.HELPERS}",
-            **environ,
-        }
         with open(errors, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[node], *command],
-                env=environment,
+                env=tiny_loop.environment(**environ),
                 cwd=tiny_loop.REPO,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -77,7 +72,10 @@ def two_nodes() -> Iterator[Nodes]:
         yield nodes
     finally:
         for process in nodes.started:
-            _kill_all(process)
+            if process.poll() is None:
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
+            process.wait()
         for name in names:
             if Path("/run/netns", name).exists():
                 _ip("netns", "delete", name)
@@ -93,16 +91,6 @@ def why_not() -> str:
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.strip()}"
     return ""
-
-
-def _kill_all(process: subprocess.Popen[str]) -> None:
-    """Kills a process and its children."""
-    if process.poll() is None:
-        children = psutil.Process(process.pid).children(recursive=True)
-        for child in children:
-            child.kill()
-        process.kill()
-    process.wait()
 
 
 def _ip(*arguments: str) -> None:

@@ -18,7 +18,7 @@ from rl import build
 from rl.api.plugin import PluginConfig
 from rl.api.renderer import Renderer
 from rl.api.types import RenderFailure, RenderJob, Sample
-from rl.config.schema import RunConfig, load_config
+from rl.config.schema import load_config
 from rl.pool import ray_process
 from rl.pool.pooled_renderer import PooledRenderer, pooled
 from rl.ranks.dist import Dist
@@ -42,7 +42,7 @@ class Killed(BaseException):
 class Actor:
     def __init__(self, ray: FakeRay, cls: type, options: dict[str, Any], arguments: Any) -> None:
         self.ray, self.name, self.made = ray, options["name"], None
-        self.is_dead = self.failed_to_start = False
+        self.is_dead, self.failed_to_start = False, ""
         self.make = lambda: cls(*arguments)
 
     def __getattr__(self, method: str) -> Any:
@@ -100,17 +100,14 @@ class FakeRay:
         actor, method, arguments = self.calls[call]
         if call in self.results:
             return
-        if actor.is_dead:
-            self.results[call] = RayError("the actor died")
-            self.results[call].actor_init_failed = actor.failed_to_start
-            return
-        try:
-            if actor.made is None:
+        if actor.made is None and not actor.is_dead:
+            try:
                 actor.made = actor.make()
-        except Exception as error:
-            actor.is_dead = actor.failed_to_start = True
-            self.results[call] = RayError(str(error))
-            self.results[call].actor_init_failed = True
+            except Exception as error:
+                actor.is_dead, actor.failed_to_start = True, str(error)
+        if actor.is_dead:
+            self.results[call] = RayError(actor.failed_to_start or "the actor died")
+            self.results[call].actor_init_failed = bool(actor.failed_to_start)
             return
         try:
             self.results[call] = getattr(actor.made, method)(*arguments)
@@ -136,59 +133,43 @@ class FakeRay:
         self.actors.clear()
 
 
-class Config(PluginConfig):
-    batch_size: int = 4
-
-
-class Painter(Renderer[Config]):
+class Painter(Renderer[PluginConfig]):
     """Paints a job's seed; `on_make` and `on_draw` of a test may raise, or change the picture."""
 
     accepts = "text"
     on_make: Callable[[], Any] = staticmethod(lambda: None)  # type: ignore[assignment]
-    on_draw: Callable[[Any, list[int]], Any] = staticmethod(  # type: ignore[assignment]
-        lambda painter, seeds: None
-    )
+    on_draw: Callable[[list[int]], Any] = staticmethod(lambda seeds: None)  # type: ignore[assignment]
     fits = 1000
     side_px = 2
     drawn: list[list[int]] = []
 
-    def __init__(self, config: Config, resources: Any) -> None:
+    def __init__(self, config: PluginConfig, resources: Any) -> None:
         super().__init__(config, resources)
         self.state_dim = 8
         self.shift = type(self).on_make() or 0
 
     @classmethod
-    def batch_of(cls, config: Config, job: RenderJob) -> tuple[Hashable, int]:
-        return None, config.batch_size
+    def batch_of(cls, config: PluginConfig, job: RenderJob) -> tuple[Hashable, int]:
+        return None, 4
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Any]]:
         seeds = [job.noise_seed for job in jobs]
-        self.on_draw(self, seeds)
+        self.on_draw(seeds)
         self.drawn.append(seeds)
         for number, seed in enumerate(seeds):
-            lacks = len(seeds) > self.fits
-            full = RenderFailure(f"{OUT_OF_MEMORY}: full")
-            yield (
-                number,
-                full
-                if lacks
-                else Image.new("L", (self.side_px, self.side_px), (seed + self.shift) % 256),
-            )
+            if len(seeds) > self.fits:
+                yield number, RenderFailure(f"{OUT_OF_MEMORY}: full")
+            else:
+                size = (self.side_px, self.side_px)
+                yield number, Image.new("L", size, (seed + self.shift) % 256)
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        self.on_draw(self, [])
+        self.on_draw([])
         return list(samples)
 
 
-def make_pool(
-    monkeypatch: pytest.MonkeyPatch,
-    ray: FakeRay,
-    workers: int | str,
-    on_make: Callable[[], Any] = lambda: None,
-) -> PooledRenderer:
+def make_pool(monkeypatch: pytest.MonkeyPatch, ray: FakeRay, workers: int | str) -> PooledRenderer:
     """The rank's side of a pool on `ray`; the process beside it is a thread here."""
-    for name, value in (("on_make", on_make), ("on_draw", lambda *_: None), ("fits", 1000)):
-        monkeypatch.setattr(Painter, name, staticmethod(value) if callable(value) else value)
     monkeypatch.setattr(Painter, "drawn", [])
     monkeypatch.setattr(ray_process, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(ray_process, "POLL_S", 0.01)
@@ -197,7 +178,6 @@ def make_pool(
     def started(self: PooledRenderer, start: Any) -> Any:
         self._pipe, child = Pipe()
         self._process = Mock()
-
         descriptor = os.dup(child.fileno())
         child.close()
         threading.Thread(target=ray_process.main, args=[descriptor], daemon=True).start()
@@ -205,13 +185,9 @@ def make_pool(
         return self._received(timeout_s=30)
 
     monkeypatch.setattr(PooledRenderer, "_started", started)
-    config = config_of(workers)
-    plugin = build.Plugin("renderer", Config(type="tiny_ray.Painter"), Painter)
+    config = load_config("configs/quickstart.jsonnet", [f"render_pool.workers={workers}"])
+    plugin = build.Plugin("renderer", PluginConfig(type="tiny_ray.Painter"), Painter)
     return pooled(plugin, config, Dist())
-
-
-def config_of(workers: int | str) -> RunConfig:
-    return load_config("configs/quickstart.jsonnet", [f"render_pool.workers={workers}"])
 
 
 def jobs(count: int) -> Iterator[RenderJob]:

@@ -6,29 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from PIL import Image
+from tiny_run import run_config
 
 from rl.api.reward import Reward
 from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
-from rl.config.schema import RunConfig
 from rl.learner.train_step import pack_groups
 from rl.progress import PhaseTimer
+from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
-
-
-def run_config(**changes: object) -> RunConfig:
-    fields = {
-        "run_name": "r",
-        "base_exp_dir": "unused",
-        "num_iterations": 1,
-        "prompts_per_iteration": 1,
-        "generations_per_prompt": 2,
-        "policy": {"type": "p"},
-        "engine": {"type": "e"},
-        "renderer": {"type": "r"},
-        "rewards": {},
-        "data": {"train": []},
-    }
-    return RunConfig.model_validate(fields | changes)
+from rl.run.run import Run
 
 
 class Painter:
@@ -48,9 +34,8 @@ class Painter:
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
         all_jobs = list(jobs)
         self.jobs += all_jobs
-        for index in reversed(range(len(all_jobs))):
-            job = all_jobs[index]
-            if job.payload[0] in "xy":
+        for index, job in reversed(list(enumerate(all_jobs))):
+            if str(job.payload)[0] in "xy":
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)
             else:
@@ -78,6 +63,13 @@ class Batches:
     def __init__(self, batch: Sampled) -> None:
         nums_P = [len(completions_G) for completions_G in batch.completions]
         self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=nums_P)
+
+
+def bare_run(**attributes: Any) -> Run:
+    """A run with only these attributes and methods, a config and what needs no model."""
+    run = Run.__new__(Run)
+    vars(run).update({"config": run_config(), "dist": Dist(), "timer": PhaseTimer(), **attributes})
+    return run
 
 
 def collect(

@@ -1,14 +1,18 @@
-"""A small run config, episodes and an engine, without any model."""
+"""A small run config, its record, episodes and an engine, without any model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from PIL import Image
 
 from rl.api.types import Action, Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
+from rl.ranks.dist import Dist
+from rl.record.run_record import RunRecord
 
 BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
 SAMPLE = Sample("row-7", "make it red", (BLUE,), YELLOW, category="colour")
@@ -30,6 +34,10 @@ def run_config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(fields | changes)
 
 
+def record_in(folder: Path, dist: Dist | None = None, **changes: Any) -> RunRecord:
+    return RunRecord(folder, run_config(**changes), dist or Dist())
+
+
 def episode(**changes: Any) -> Episode:
     """A scored episode; `changes` replace fields."""
     fields: dict[str, Any] = {
@@ -48,18 +56,12 @@ def episode(**changes: Any) -> Episode:
     return Episode(**(fields | changes))
 
 
-class Writes:
+def writes(completion: Completion) -> Mock:
     """An engine that always returns the same completion."""
 
-    def __init__(self, completion: Completion) -> None:
-        self.completion = completion
-
     def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+        prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        self.params = params
-        return [[self.completion] for _ in prompts_P]
+        return [[completion] for _ in prompts_P]
 
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
+    return Mock(generate=Mock(side_effect=generate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,30 @@ from rl.pool.pooled_renderer import PooledRenderer, packed
 from rl.ranks import signals
 
 ALL = {number: number for number in range(40)}
+
+
+@pytest.fixture
+def ray() -> FakeRay:
+    return FakeRay()
+
+
+@pytest.fixture
+def pool(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> PooledRenderer:
+    """Of two workers."""
+    return make_pool(monkeypatch, ray, 2)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException, times: int, seed: int = -1
+) -> None:
+    """Makes `where` of the painters raise that often; `seed`: at the batch with this one only."""
+    left = iter(range(times))
+
+    def fail(seeds: Sequence[int] = ()) -> None:
+        if (seed in seeds or seed < 0) and next(left, None) is not None:
+            raise error
+
+    monkeypatch.setattr(Painter, where, staticmethod(fail))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, "'auto'"])
@@ -51,26 +75,18 @@ def test_jobs_are_taken_only_when_a_worker_has_a_free_slot(monkeypatch: Any) -> 
 
 
 def test_large_pictures_and_jobs_never_make_both_sides_wait(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe holds 200 kB: a side that writes while the other one does, too, must be read."""
-    pool = make_pool(monkeypatch, FakeRay(), 2)
     monkeypatch.setattr(Painter, "side_px", 1200)
     made = (RenderJob(Sample(f"{seed}", "x" * 2_000_000), "words", seed) for seed in range(40))
     assert seeds_of(pool.render(made)) == ALL
 
 
 def test_a_dead_workers_batch_is_drawn_by_another_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
-    deaths = iter([True])
-
-    def dies(painter: Painter, seeds: list[int]) -> None:
-        if 21 in seeds and next(deaths, False):
-            raise Killed
-
-    monkeypatch.setattr(Painter, "on_draw", staticmethod(dies))
+    failing(monkeypatch, "on_draw", Killed(), times=1, seed=21)
     assert seeds_of(pool.render(jobs(40))) == ALL
     assert pool.take_metrics()["pool_restarts"] == 1
     assert holds(capsys.readouterr().err, "render_pool: worker ... is lost (killed)")
@@ -78,28 +94,19 @@ def test_a_dead_workers_batch_is_drawn_by_another_one(
 
 
 def test_a_batch_that_kills_every_worker_is_ungraded_and_the_others_are_drawn(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
-
-    def dies(painter: Painter, seeds: list[int]) -> None:
-        if 21 in seeds:
-            raise Killed
-
-    monkeypatch.setattr(Painter, "on_draw", staticmethod(dies))
+    failing(monkeypatch, "on_draw", Killed(), times=99, seed=21)
     found = seeds_of(pool.render(jobs(40)))
     failed = {number for number, seed in found.items() if isinstance(seed, RenderFailure)}
     assert failed == {20, 21, 22, 23}
     assert holds(found[21].reason, "worker_lost: ... (after 3 tries)")
-    assert {number: found[number] for number in found if number not in failed}.items() <= (
-        ALL.items()
-    )
+    assert all(found[number] == number for number in ALL.keys() - failed)
 
 
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
     monkeypatch.setattr(Painter, "fits", 2)
     assert seeds_of(pool.render(jobs(40))) == ALL
     Painter.drawn.clear()
@@ -109,11 +116,13 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
 
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_worker_that_draws_other_bits_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_restarted: bool
+    pool: PooledRenderer,
+    ray: FakeRay,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_restarted: bool,
 ) -> None:
     """Also one that was started in place of a dead one, which drew the right bits."""
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
     pool.wait()
     if is_restarted:
         assert seeds_of(pool.render(jobs(40))) == ALL
@@ -128,30 +137,21 @@ def test_a_worker_that_draws_other_bits_is_not_used(
     assert holds(capsys.readouterr().err, "worker 0 could not be started: it draws other bits")
 
 
-def failing(num: int) -> Callable[[], None]:
-    """Fails to load `num` times."""
-    tries = iter(range(num))
-
-    def load() -> None:
-        if next(tries, None) is not None:
-            raise OSError("no weights")
-
-    return load
-
-
 def test_a_renderer_that_loads_nowhere_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2, failing(3))
+    failing(monkeypatch, "on_make", OSError("no weights"), times=3)
+    pool = make_pool(monkeypatch, FakeRay(), 2)
     with pytest.raises(RuntimeError, match=r"no worker can draw (.|\n)*first: no weights"):
         pool.wait()
 
 
 def test_one_worker_that_cannot_load_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2, failing(2))
-    assert seeds_of(pool.render(jobs(40))) == ALL
+    failing(monkeypatch, "on_make", OSError("no weights"), times=2)
+    assert seeds_of(make_pool(monkeypatch, FakeRay(), 2).render(jobs(40))) == ALL
 
 
-def test_without_a_worker_the_run_waits_then_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = FakeRay()
+def test_without_a_worker_the_run_waits_then_stops(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.hangs = lambda actor: True
     pool = make_pool(monkeypatch, ray, 2)
     monkeypatch.setattr(ray_process, "MAX_WAIT_S", 0.3)
@@ -160,10 +160,8 @@ def test_without_a_worker_the_run_waits_then_stops(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_death_of_ray_is_an_error_that_a_run_saves_after(
-    monkeypatch: pytest.MonkeyPatch,
+    pool: PooledRenderer, ray: FakeRay
 ) -> None:
-    ray = FakeRay()
-    pool = make_pool(monkeypatch, ray, 2)
     pool.wait()
     ray.is_alive = False
     with pytest.raises(RuntimeError, match=r"raylet\) has ended.*same command"):
@@ -172,8 +170,9 @@ def test_the_death_of_ray_is_an_error_that_a_run_saves_after(
         list(pool.render(jobs(40)))
 
 
-def test_a_stop_is_noticed_while_workers_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
+def test_a_stop_is_noticed_while_workers_draw(
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcomes = pool.render(jobs(40))
     next(outcomes)
     monkeypatch.setitem(signals._received_s, 15, 1.0)
@@ -183,31 +182,23 @@ def test_a_stop_is_noticed_while_workers_draw(monkeypatch: pytest.MonkeyPatch) -
     assert pool.decode_sources(sources) == sources
 
 
-def test_what_a_renderer_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
-
-    def raises(*_: Any) -> None:
-        raise ValueError("true_cfg_scale")
-
-    monkeypatch.setattr(Painter, "on_draw", staticmethod(raises))
+def test_what_a_renderer_raises_is_raised(
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "on_draw", ValueError("true_cfg_scale"), times=99)
     with pytest.raises(RuntimeError, match=r"render_pool: .*true_cfg_scale"):
         list(pool.render(jobs(8)))
 
 
-def test_another_worker_prepares_samples_if_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, FakeRay(), 2)
-    deaths = iter([True])
-
-    def dies(*_: Any) -> None:
-        if next(deaths, False):
-            raise Killed
-
-    monkeypatch.setattr(Painter, "on_draw", staticmethod(dies))
+def test_another_worker_prepares_samples_if_one_dies(
+    pool: PooledRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "on_draw", Killed(), times=1)
     samples = [Sample("a", "x", target=make_picture(2)), Sample("b", "y")]
     found = pool.decode_sources(samples)
     assert [sample.id for sample in found] == ["a", "b"]
     assert found[0].target is not None and found[0].target.tobytes() == make_picture(2).tobytes()
-    deaths = iter([True] * 9)
+    failing(monkeypatch, "on_draw", Killed(), times=9)
     with pytest.raises(RuntimeError, match="decode_sources: worker_lost"):
         pool.decode_sources(samples)
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_loop import HELPERS, environment
 from tiny_messages import holds
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> None:
     """In a process of its own, so that it sees what is left of its children."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"}
-    script = [
-        sys.executable,
-        str(ROOT / "tests/helpers/pool_session.py"),
-        str(tmp_path / "seen.json"),
-    ]
-    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=900)
+    command = [sys.executable, HELPERS / "pool_session.py", tmp_path / "seen.json"]
+    subprocess.run(command, env=environment(), cwd=tmp_path, check=True, timeout=900)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert found["equal"] and found["failures"] == ["no_source: an editor needs a source picture"]
     for number in (1, 2):

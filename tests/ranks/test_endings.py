@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ REFUSED = Ending(1, "rank 0 failed: exit code 1")
 EXITED = Ending(255, "rank 0 failed: exit code 255")
 DONE = Ending(0, "it is done")
 STOPPED = Ending(143, "", ("stopped by SIGTERM",))
-
-
-def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
-    for rank, note in notes.items():
-        (folder / f"rank_{rank}.json").write_text(json.dumps(note))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -57,9 +50,11 @@ def test_the_rank_that_failed_first_is_named(
     description: str,
     code: int,
 ) -> None:
+    for rank, note in notes.items():
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(note))
     codes = {rank: code for rank, (code, _) in failures.items()}
     first = [rank for rank, (_, is_first) in failures.items() if is_first]
-    ending = supervision.of_failure(first, codes, write_notes(tmp_path, notes), Path("logs"))
+    ending = supervision.of_failure(first, codes, tmp_path, Path("logs"))
     assert description in ending.what and ending.code == code
     assert ending.lines[0].endswith("; logs: logs")
     assert notes.get(1, {}).get("reason", "") in ending.lines[-1]
@@ -91,8 +86,7 @@ def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     pattern: str,
 ) -> None:
     """`starts`: the ending of each start, and the iterations on disk after it."""
-    on_disk = [0]
-    remaining: Iterator[tuple[Ending, int]] = iter(starts)
+    on_disk, remaining = [0], iter(starts)
 
     def one_start(*_: object) -> Ending:
         ending, on_disk[0] = next(remaining)

@@ -6,14 +6,11 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 
 from rl.ranks.signals import REMEDIES, SHARED, remedy, sentence
-
-RL = [sys.executable, "-m", "rl"]
-CONFIG = Path(__file__).parents[2] / "configs/quickstart.jsonnet"
 
 
 @pytest.mark.parametrize("number", REMEDIES)
@@ -33,7 +30,7 @@ def test_a_read_only_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_command_that_cannot_print_fails() -> None:
     with open("/dev/full", "w") as full:
-        command = [*RL, "check", str(CONFIG)]
+        command = [sys.executable, "-m", "rl", "check", REPO / "configs/quickstart.jsonnet"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     [line] = done.stderr.strip().split("\n")
     assert done.returncode == 1 and "No space left on device" in line

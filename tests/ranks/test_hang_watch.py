@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,11 +101,10 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.beats = {way: folder / f"{way}.json" for way in RANK_CODE}
         self.logs = {way: folder / f"{way}.log" for way in RANK_CODE}
-        arguments = {
-            way: (str(self.beats[way]), str(self.logs[way]), RANK_CODE[way]) for way in RANK_CODE
+        self.processes = {
+            way: tiny_ranks.start(SCRIPT, str(self.beats[way]), str(self.logs[way]), code)
+            for way, code in RANK_CODE.items()
         }
-        script = textwrap.dedent(SCRIPT)
-        self.processes = {way: tiny_ranks.start(script, *arguments[way]) for way in RANK_CODE}
         wait_for(lambda: all(self._has_begun(way) for way in RANK_CODE))
         self.lines: dict[str, list[str]] = {name: [] for name in CASES}
         self.watches = {name: self._watch(name) for name in CASES}
@@ -122,9 +120,8 @@ class Ranks:
 
     def _watch(self, name: str) -> HangWatch:
         beats = {rank: self.beats[way] for rank, way in enumerate(CASES[name].ways)}
-        note = self.lines[name].append
         pids = {rank: process.pid for rank, process in self.of(name).items()}
-        return HangWatch(beats, pids, LIMIT_S, CASES[name].is_one_node, note)
+        return HangWatch(beats, pids, LIMIT_S, CASES[name].is_one_node, self.lines[name].append)
 
     def look(self, for_s: float) -> None:
         end_s = time.monotonic() + for_s
@@ -153,9 +150,8 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
         assert re.fullmatch(case.expected, "".join(lines)), (name, lines)
     assert not ranks.ended
 
-    ranks.look(LIMIT_S / 2)
-    expected = {name for name, case in CASES.items() if END in case.expected}
-    assert ranks.ended == expected, "hung too long, without waiting for another node"
+    ranks.look(LIMIT_S / 2)  # they have hung too long, without waiting for another node
+    assert ranks.ended == {name for name, case in CASES.items() if END in case.expected}
 
     for process in ranks.processes.values():
         process.send_signal(heartbeat.STACKS_SIGNAL)
@@ -165,8 +161,7 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
         assert "most recent call first" in log.read_text(), way
     assert "in hang_in" in ranks.logs["interpreter"].read_text()
     assert "in all_gather" in ranks.logs["collective"].read_text()
-    stopped = ranks.watches["stopped"]
-    assert 2 not in stopped.hung, "SIGCONT resumed it"
+    assert 2 not in ranks.watches["stopped"].hung, "SIGCONT resumed it"
     interpreter = ranks.watches["C that holds the GIL"]
     assert list(interpreter.hung) == [1]
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_config
-from tiny_messages import holds
+import torch
+from tiny_loop import HELPERS, environment, listeners
+from tiny_messages import holds, raising
 from tiny_ranks import held_port
-from tiny_waits import wait_for
+from tiny_waits import is_gone, wait_for
 
 from rl import simple_launch
 from rl.ranks import signals, supervision
@@ -22,7 +24,6 @@ from rl.ranks.supervision import RendezvousError, on_several_nodes
 from rl.simple_launch import main
 
 ROOT = Path(__file__).parents[2]
-HELPERS = ROOT / "tests/helpers"
 WORKER = HELPERS / "launch_worker.py"
 Launch = Callable[..., subprocess.Popen[str]]
 
@@ -32,27 +33,15 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     started = []
 
-    def start(
-        mode: str, *options: str, folder: Path = tmp_path, override: str = "seed=0"
-    ) -> subprocess.Popen[str]:
+    def start(mode: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
         folder.mkdir(exist_ok=True)
-        environ = os.environ | {
-            "PYTHONPATH": f"{ROOT}:{HELPERS}",
-            "TEST_FOLDER": str(folder),
-            "TEST_MODE": mode,
-        }
+        environ = environment(TEST_FOLDER=str(folder), TEST_MODE=mode)
         environ.pop("OMP_NUM_THREADS", None)
         command = [sys.executable, "-m", "rl.simple_launch", *options, str(WORKER), str(config)]
-        runs = f"base_exp_dir={folder / 'runs'}"
-        process = subprocess.Popen(
-            [*command, runs, override],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        command += [f"base_exp_dir={folder / 'runs'}", "seed=0"]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
 
     yield start
     for process in started:
@@ -61,11 +50,14 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             process.wait(30)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def errors_of(process: subprocess.Popen[str]) -> str:
+    """What an ended launch has printed."""
+    return process.communicate(timeout=120)[1]
+
+
+def wait_for_notes(folder: Path, name: str) -> None:
+    """Waits until both ranks have left this note."""
+    wait_for(lambda: all((folder / f"{name}_{rank}").exists() for rank in range(2)))
 
 
 @pytest.mark.slow
@@ -76,27 +68,20 @@ def test_two_simultaneous_launches_do_not_collide(launch: Launch, tmp_path: Path
         printed, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         assert "rank 0 says hello" in printed and "rank 1" not in printed
-        logs = folder / "runs" / "tiny" / "logs"
-        assert "rank 0 says hello" in (logs / "rank_0.log").read_text()
-        assert "rank 1 says hello" in (logs / "rank_1.log").read_text()
         argv = (folder / "argv_1").read_text().split()
         assert argv[1:] == [f"base_exp_dir={folder / 'runs'}", "seed=0", "world_size=2"]
-        assert (folder / "threads_0").read_text() == "1" or _has_gpu()
+        assert (folder / "threads_0").read_text() == "1" or torch.cuda.is_available()
         for rank in range(2):
+            log = folder / f"runs/tiny/logs/rank_{rank}.log"
+            assert f"rank {rank} says hello" in log.read_text()
             gathered = (folder / f"met_{rank}").read_text()
             assert gathered == f"['{folder.name} 0', '{folder.name} 1']", "its peers, in rank order"
 
 
 def listening(pid: int) -> list[list[str]]:
     """The addresses on which a process listens, and those of each of its descendants."""
-    return [
-        [
-            socket_.laddr.ip
-            for socket_ in process.net_connections("inet")
-            if socket_.status == psutil.CONN_LISTEN
-        ]
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
-    ]
+    process = psutil.Process(pid)
+    return [listeners(each) for each in (process, *process.children(recursive=True))]
 
 
 @pytest.mark.slow
@@ -106,10 +91,10 @@ def test_on_one_node_nothing_listens_outside_loopback(
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "eth0")  # cluster images set these
     process = launch("listen", "--nproc", "2")
-    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    wait_for_notes(tmp_path, "interfaces")
     launcher, *ranks = listening(process.pid)
     (tmp_path / "seen").touch()
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     for rank in range(2):
         assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
@@ -118,23 +103,16 @@ def test_on_one_node_nothing_listens_outside_loopback(
     assert {ip for addresses in ranks for ip in addresses} == {"127.0.0.1"}
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 @pytest.mark.slow
 def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
     process = launch("raise", "--nproc", "2")
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(process)
     assert process.returncode == 1
-    lines = errors.splitlines()
-    assert holds(lines[0], "rank 1 ... exit code 1 ... logs")
-    assert lines[1] == "Traceback (most recent call last):"
-    assert "in fail_deep_inside" in errors
-    assert lines[-1] == "ValueError: boom on rank 1"
-    wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())))
+    first, second, *_, last = errors.splitlines()
+    assert holds(first, "rank 1 ... exit code 1 ... logs")
+    assert second == "Traceback (most recent call last):" and "in fail_deep_inside" in errors
+    assert last == "ValueError: boom on rank 1"
+    wait_for(lambda: is_gone(int((tmp_path / "waiting_0").read_text())))
 
 
 @pytest.mark.slow
@@ -143,11 +121,11 @@ def test_an_expected_error_is_a_message_and_its_traceback_is_in_the_log(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     process = launch("mistake", *options)
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(process)
     assert process.returncode == 1
     assert "judge.api_base='/no/such/file'" in errors and "Traceback" not in errors
-    log = tmp_path / "runs" / "tiny" / "logs" / f"rank_{1 if options else 0}.log"
-    assert "Traceback" in log.read_text() and "in resolve_api_base" in log.read_text()
+    log = tmp_path / f"runs/tiny/logs/rank_{1 if options else 0}.log"
+    assert holds(log.read_text(), "Traceback ... in resolve_api_base")
 
 
 @pytest.mark.slow
@@ -166,11 +144,9 @@ def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
 @pytest.mark.slow
 def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
-    _, errors = process.communicate(timeout=120)
+    assert holds(errors_of(process), "rank 1 ... SIGKILL")
     assert process.returncode == 128 + signal.SIGKILL
-    assert holds(errors, "rank 1 ... SIGKILL")
-    child = int((tmp_path / "child_1").read_text())
-    wait_for(lambda: not is_alive(child))
+    wait_for(lambda: is_gone(int((tmp_path / "child_1").read_text())))
 
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
@@ -178,7 +154,7 @@ def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
     launch: Launch, num_ranks: str
 ) -> None:
     process = launch("leaves", "--nproc", num_ranks)
-    _, errors = process.communicate(timeout=120)
+    errors = errors_of(process)
     assert process.returncode == 1
     assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
 
@@ -209,12 +185,11 @@ def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     process = launch("graceful", "--nproc", "2")
-    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    wait_for_notes(tmp_path, "ready")
     process.send_signal(signum)
     process.send_signal(signum)  # a terminal and its shell may both send it; the ranks still save
-    _, errors = process.communicate(timeout=120)
+    assert holds(errors_of(process), f"{signals.name_of(signum)} ... resumes")
     assert process.returncode == 128 + signum
-    assert holds(errors, f"{signals.name_of(signum)} ... resumes")
     for rank in range(2):
         assert (tmp_path / f"saved_{rank}").read_text() == signals.name_of(signum)
 
@@ -224,7 +199,7 @@ def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     launch: Launch, tmp_path: Path
 ) -> None:
     process = launch("frozen", "--nproc", "2")
-    wait_for(lambda: (tmp_path / "began_0").exists() and (tmp_path / "began_1").exists())
+    wait_for_notes(tmp_path, "began")
     process.terminate()
     _, errors = process.communicate(timeout=supervision.STOPPED_GRACE_S + 10)
     assert process.returncode == 128 + signal.SIGTERM
@@ -235,11 +210,11 @@ def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> None:
     process = launch("graceful", "--nproc", "2")
-    wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    wait_for_notes(tmp_path, "ready")
     pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
     process.kill()
     process.wait()
-    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    wait_for(lambda: all(map(is_gone, pids)))
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "the ranks got SIGTERM and saved"
 
 
@@ -262,11 +237,11 @@ def endpoint() -> Iterator[str]:
 def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, endpoint: str) -> None:
     options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
     nodes = [launch("listen", *options, str(rank)) for rank in (1, 0)]
-    wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
+    wait_for_notes(tmp_path, "interfaces")
     addresses = [ip for node in nodes for ips in listening(node.pid) for ip in ips]
     (tmp_path / "seen").touch()
     for node in nodes:
-        _, errors = node.communicate(timeout=120)
+        errors = errors_of(node)
         assert node.returncode == 0, errors
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
@@ -277,12 +252,10 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
     first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
-    _, errors = second.communicate(timeout=120)
-    assert second.returncode == 1
-    assert holds(errors, "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
+    assert holds(errors_of(second), "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
-    _, errors = twin.communicate(timeout=120)
-    assert twin.returncode == 1 and holds(errors, "node 0 ... listen on 127.0.0.1")
+    assert holds(errors_of(twin), "node 0 ... listen on 127.0.0.1")
+    assert second.returncode == twin.returncode == 1
     first.terminate()
 
 
@@ -297,12 +270,8 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
     ],
 )
 def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
-    with pytest.raises(RendezvousError) as refused, on_several_nodes(endpoint_, 0, 2, 1, print):
+    with raising(RendezvousError, parts), on_several_nodes(endpoint_, 0, 2, 1, print):
         pass
-    assert holds(refused.value, parts)
-
-
-TWO_NODES = ("--nnodes", "2", "--rdzv-endpoint", "a:1")
 
 
 def exit_code(*arguments: str) -> int:
@@ -322,7 +291,10 @@ def exit_code(*arguments: str) -> int:
         (["rl/train.py"], "config ... missing"),
         (["nowhere.py", "any.jsonnet"], "nowhere.py ... rl/train.py"),
         (["--retries", "-1", "any.jsonnet"], "--retries -1"),
-        ([*TWO_NODES, "--retries", "1", "any.jsonnet"], "--retries starts one node's"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--retries", "1", "any.jsonnet"],
+            "--retries starts one node's",
+        ),
         (["--retries", "1", __file__], "no config"),
     ],
 )

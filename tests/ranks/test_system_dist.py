@@ -15,10 +15,9 @@ from rl.tools.trained import pick_device
 
 
 def collectives() -> dict[str, Any]:
-    dist = Dist.from_env("cpu")
+    dist, metrics = Dist.from_env("cpu"), Metrics()
     tensor = torch.tensor([1.0 + dist.rank, 10.0])
     summed = dist.sum_(tensor)
-    metrics = Metrics()
     metrics.add("a", [4.0, 1.0][dist.rank], weight=[1, 3][dist.rank])
     metrics.maximum("b", float(dist.rank))
     results = {
@@ -61,9 +60,7 @@ def test_two_ranks_get_the_same_results():
 
 def test_one_process_needs_no_process_group():
     had_group = torch.distributed.is_initialized()  # another test may have created one
-    dist = Dist.from_env("cpu")
-    tensor = torch.tensor([2.0])
-    metrics = Metrics()
+    dist, tensor, metrics = Dist.from_env("cpu"), torch.tensor([2.0]), Metrics()
     metrics.add("a", 3.0)
     assert torch.distributed.is_initialized() == had_group
     assert (dist.rank, dist.world_size, dist.is_main, dist.device) == (0, 1, True, "cpu")
@@ -99,6 +96,5 @@ def test_on_a_gpu_float32_is_not_replaced_by_tf32(monkeypatch):
 def test_a_missing_cuda_device_is_named(monkeypatch, num_devices):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    message = rf"cuda:1, but this machine has {num_devices} CUDA devices"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"cuda:1, .* has {num_devices} CUDA devices"):
         Dist.from_env("cuda:1")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,15 +26,12 @@ def message_of(call: Callable[[], object]) -> str | None:
 
 
 def test_an_error_that_the_package_raises_becomes_a_message() -> None:
-    text = message_of(lambda: resolve_api_base(""))
-    assert holds(text, "judge.api_base ... empty")
+    assert holds(message_of(lambda: resolve_api_base("")), "judge.api_base ... empty")
 
 
 def test_each_problem_of_a_config_is_a_line_of_the_message() -> None:
-    def fail() -> None:
-        raise ConfigError(["a: wrong", "b: wrong too"])
-
-    assert message_of(fail) is None, "it was raised in the test, not in the package"
+    own = Mock(side_effect=ConfigError(["a: wrong", "b: wrong too"]))
+    assert message_of(own) is None, "it was raised in the test, not in the package"
     text = message_of(lambda: load_config("missing.jsonnet"))
     assert text is not None and text.splitlines()[1].startswith("  - missing.jsonnet: ")
 
@@ -67,5 +65,4 @@ def test_a_rank_started_without_the_launcher_prints_the_message_too(tmp_path: Pa
         cwd=Path(__file__).parents[2],
     )
     assert result.returncode == 1
-    assert "none.jsonnet: " in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "none.jsonnet: " in result.stderr and "Traceback" not in result.stderr

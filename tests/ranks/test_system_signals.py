@@ -74,35 +74,25 @@ def test_a_signal_lets_the_run_save_and_exit(signum):
     assert f"{signum.name}: will save and leave" in stderr
 
 
-def test_a_ctrl_c_received_twice_within_seconds_counts_once():
-    after_two_signals(5, signal.SIGINT, signal.SIGINT)
-
-
-def test_another_signal_is_answered_and_the_save_goes_on():
-    """A batch system sends SIGTERM some time after its notice."""
-    stderr = after_two_signals(0, signal.SIGUSR1, signal.SIGTERM)
-    assert "SIGTERM: will save and leave; send it again to exit at once" in stderr
-
-
-def after_two_signals(echo_s: float, first: int, second: int) -> str:
-    """Sends the second one while the rank saves; what the rank prints on stderr."""
-    process = start_rank(echo_s=echo_s, save_s=0.3)
+@pytest.mark.parametrize(
+    ("echo_s", "save_s", "first", "second", "ended", "printed"),
+    [
+        (5, 0.3, signal.SIGINT, signal.SIGINT, (0, "saved\n"), ""),  # Ctrl-C within seconds
+        # A batch system sends SIGTERM some time after its notice.
+        (0, 0.3, signal.SIGUSR1, signal.SIGTERM, (0, "saved\n"), "send it again to exit at once"),
+        (0.05, 60, signal.SIGTERM, signal.SIGTERM, (-signal.SIGTERM, ""), ""),
+    ],
+    ids=["counts-once", "another-is-answered", "after-a-while-ends-at-once"],
+)
+def test_a_second_signal_while_the_rank_saves(echo_s, save_s, first, second, ended, printed):
+    process = start_rank(echo_s, save_s)
     process.send_signal(first)
     assert process.stdout.readline() == "saving\n"
+    time.sleep(2 * echo_s if save_s == 60 else 0)
     process.send_signal(second)
     stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (0, "saved\n")
-    return stderr
-
-
-def test_a_second_signal_after_a_while_ends_the_rank_at_once():
-    process = start_rank(echo_s=0.05, save_s=60)
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "saving\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (-signal.SIGTERM, "")
+    assert (process.returncode, stdout) == ended
+    assert printed in stderr.partition(f"{second.name}: will save and leave")[2]
 
 
 def test_a_hanging_main_thread_does_not_delay_the_save_after_a_signal():

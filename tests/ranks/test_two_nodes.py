@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_loop
 import tiny_nodes
 from tiny_loop import assert_same_run
 from tiny_nodes import ADDRESSES, Nodes
+from tiny_waits import wait_for
 
 from rl.ranks.supervision import LOST_S
 
@@ -46,21 +46,16 @@ def plain(nodes: Nodes, models: dict[str, str], tmp_path_factory: pytest.TempPat
 class Launched:
     """The run, started with the same command on both nodes."""
 
-    def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path, **changes: Any) -> None:
-        config = tiny_loop.config_of(
+    def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path) -> None:
+        config = tiny_loop.without_judge(
             models,
             folder,
             num_iterations=NUM_ITERATIONS,
-            rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
-            judge={},
-            evaluation={"every_n_iterations": 0},
             checkpoint={"save_every_n_iterations": 100},
-            **changes,
         )
         path = tiny_loop.write_config(folder, config)
-        endpoint = f"{ADDRESSES[0]}:29777"
-        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank"]
-        command = [sys.executable, "-m", "rl.simple_launch", *options]
+        options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESSES[0]}:29777"]
+        command = [sys.executable, "-m", "rl.simple_launch", *options, "--node-rank"]
         self.run_dir = folder / "tiny"
         self.outputs = [folder / f"node_{node}.txt" for node in range(2)]
         self.processes = [
@@ -74,38 +69,29 @@ class Launched:
     def codes(self) -> list[int]:
         return [process.wait(PATIENCE_S) for process in self.processes]
 
-    def wait_for_iteration(self, done: int) -> None:
+    def has_done(self, num_iterations: int) -> bool:
+        assert [process.poll() for process in self.processes] == [None, None], self.output(0)
         lines = self.run_dir / "metrics.jsonl"
-        deadline = time.monotonic() + PATIENCE_S
-        while not lines.is_file() or lines.read_text().count("\n") <= done:
-            ended = [process.poll() for process in self.processes]
-            assert time.monotonic() < deadline and ended == [None, None], self.output(0)
-            time.sleep(0.02)
-
-    def wait_for_text(self, node: int, text: str) -> float:
-        """Waits until the output of a node contains `text`; returns the time."""
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.output(node):
-            assert time.monotonic() < deadline, self.output(node)
-            time.sleep(0.1)
-        return time.monotonic()
+        return lines.is_file() and lines.read_text().count("\n") > num_iterations
 
 
 def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
 ) -> None:
     run = Launched(nodes, models, tmp_path)
-    run.wait_for_iteration(2)
+    wait_for(lambda: run.has_done(2), PATIENCE_S)
     with nodes.cut():
         start = time.monotonic()
         for node, other in ((0, "node 1"), (1, "node 0")):
-            named_s = run.wait_for_text(node, f"{other} has been unreachable for") - start
+            text = f"{other} has been unreachable for"
+            wait_for(lambda node=node, text=text: text in run.output(node), PATIENCE_S)
+            named_s = time.monotonic() - start
             assert named_s < LOST_S + 15, run.output(node)
             print(f"node {node} named it after {named_s:.0f} s")
         assert run.codes() == [1, 1], run.output(0) + run.output(1)
         print(f"both ended after {time.monotonic() - start:.0f} s")
-    [saved] = (run.run_dir / "checkpoints").glob("step_*")
-    assert saved.name in ("step_000002", "step_000003"), "the network was cut in time"
+    [saved] = tiny_loop.saved_in(run.run_dir)
+    assert saved in ("step_000002", "step_000003"), "the network was cut in time"
     resumed = Launched(nodes, models, tmp_path)
     assert resumed.codes() == [0, 0], resumed.output(0)
     assert "resumed from" in resumed.output(0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tiny_checkpoints import checkpoints_in, names_in, save
+from tiny_checkpoints import names_in, save
 
-from rl.files import json_line
+from rl.files import append_line, json_line
 from rl.record.checkpoint import Checkpoints, checkpoint_of, held_out_rewards
 
 
@@ -14,8 +14,7 @@ def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None])
         save(checkpoints, iteration, reward=reward)
 
 
-def test_the_best_checkpoint_is_kept_however_old(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_the_best_checkpoint_is_kept_however_old(checkpoints, tmp_path):
     save_and_measure(checkpoints, {10: 0.25, 20: 0.75, 30: 0.5, 40: None, 50: 0.75, 60: 0.0})
     assert names_in(tmp_path) == ["step_000020", "step_000050", "step_000060"]
     selected = {which: checkpoint_of(tmp_path, which).name for which in ("best", "50")}
@@ -26,21 +25,19 @@ def test_the_best_checkpoint_is_kept_however_old(tmp_path):
     assert names_in(tmp_path) == ["step_000070", "step_000080"]
 
 
-def test_if_the_best_is_damaged_the_best_undamaged_one_is_kept_too(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_if_the_best_is_damaged_the_best_undamaged_one_is_kept_too(checkpoints, tmp_path):
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
     (tmp_path / "checkpoints/step_000010/state.json").write_text("")
     save_and_measure(checkpoints, {30: 0.25, 40: 0.0, 50: 0.0})
-    kept = ["step_000010", "step_000020", "step_000040", "step_000050"]
-    assert names_in(tmp_path) == kept
+    assert names_in(tmp_path) == [f"step_0000{n}" for n in (10, 20, 40, 50)]
 
 
-def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skipped(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skipped(
+    checkpoints, tmp_path
+):
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
     metrics = tmp_path / "metrics.jsonl"
-    with metrics.open("a") as file:
-        file.write(json_line({"iteration": 10, "eval/reward": 0.25}))
+    append_line(metrics, json_line({"iteration": 10, "eval/reward": 0.25}))
     assert checkpoint_of(tmp_path, "best").name == "step_000020"
     (tmp_path / "checkpoints" / "step_000020").rename(tmp_path / "elsewhere")
     assert checkpoint_of(tmp_path, "best").name == "step_000010"
@@ -50,9 +47,8 @@ def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skippe
 
 
 @pytest.mark.parametrize("line", ['{"iteration": 10, "eval/rew', '{"iteration": "10"}', ""])
-def test_a_checkpoint_that_may_be_the_best_is_kept(tmp_path, line):
+def test_a_checkpoint_that_may_be_the_best_is_kept(checkpoints, tmp_path, line):
     """A checkpoint whose line is damaged or missing may be the best."""
-    checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75})
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
     save_and_measure(checkpoints, {20: 0.25, 30: None, 40: None, 50: 0.125})
@@ -72,9 +68,8 @@ def test_a_checkpoint_that_may_be_the_best_is_kept(tmp_path, line):
     ],
 )
 def test_a_checkpoint_with_ungraded_samples_that_may_be_the_best_is_kept(
-    tmp_path, measured, is_kept
+    checkpoints, tmp_path, measured, is_kept
 ):
-    checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 10, **measured)
     save_and_measure(checkpoints, {20: 0.625, 30: 0.25, 40: 0.5, 50: None})
     kept = ["step_000010"] * is_kept + ["step_000020", "step_000040", "step_000050"]
@@ -87,15 +82,14 @@ def test_an_invalid_reward_counts_as_none(tmp_path, reward):
     assert held_out_rewards(tmp_path) == {0: None, 3: None}
 
 
-def test_an_unmeasured_checkpoint_before_training_is_not_the_best(tmp_path):
-    save(checkpoints_in(tmp_path), 0, reward=None)
+def test_an_unmeasured_checkpoint_before_training_is_not_the_best(checkpoints, tmp_path):
+    save(checkpoints, 0)
     assert names_in(tmp_path) == ["step_000000"]
     with pytest.raises(ValueError, match="evaluations measured"):
         checkpoint_of(tmp_path, "best")
 
 
-def test_a_missing_checkpoint_is_named_in_the_error(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_a_missing_checkpoint_is_named_in_the_error(checkpoints, tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint '7'.*: none"):
         checkpoint_of(tmp_path, "7")
     save_and_measure(checkpoints, {10: 0.25, 20: None})

@@ -74,19 +74,14 @@ def test_an_early_interrupt_and_a_closed_pipe_print_no_traceback(tmp_path: Path)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_colour_is_for_terminals_and_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for stream, no_color, is_red in ((Terminal(), "", True), (Terminal(), "1", False)):
+def test_colour_is_for_terminals_and_without_no_color(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for no_color, is_red in (("1", False), ("", True)):
         monkeypatch.setenv("NO_COLOR", no_color)
-        printing.show("bad \x1b[32m", "red", stream, marks={"bad": "bold"})
-        assert ("\x1b[31" in stream.getvalue() or ";31m" in stream.getvalue()) == is_red
-        assert "\\x1b[32m" in stream.getvalue(), "foreign colour is escaped"
+        printing.show("bad \x1b[32m", "red", terminal, marks={"bad": "bold"})
+        assert ("\x1b[31" in terminal.getvalue() or ";31m" in terminal.getvalue()) == is_red
+    assert terminal.getvalue().count("\\x1b[32m") == 2, "foreign colour is escaped"
     pipe = io.StringIO()
     printing.show("bad", "red", pipe)
     assert pipe.getvalue() == "bad\n"

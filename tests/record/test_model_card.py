@@ -93,30 +93,31 @@ def test_a_card_names_what_was_trained_and_its_classes():
 
 
 def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
     unknown = ("other", "unknown")
     assert licence_of(str(tmp_path)) == unknown
     for front, licence in (
-        ("license: apache-2.0", ("apache-2.0", None)),
-        ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
-        ("license: other", unknown),
-        ("license: [a, b]", unknown),
-        ("license: {", unknown),
-        ("- a list", unknown),
-        ("tags: [a]", unknown),
+        (b"license: apache-2.0", ("apache-2.0", None)),
+        (b"license: other", unknown),
+        (b"license: [a, b]", unknown),
+        (b"license: {", unknown),
+        (b"license: \xff", unknown),
+        (b"- a list", unknown),
+        (b"tags: [a]", unknown),
+        (b"license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
     ):
-        readme.write_text(f"---\n{front}\n---\n# a model\n")
+        (tmp_path / "README.md").write_bytes(b"---\n" + front + b"\n---\n# a model\n")
         assert licence_of(str(tmp_path)) == licence, front
-    readme.write_bytes(b"---\nlicense: \xff\n---\n")
-    assert licence_of(str(tmp_path)) == unknown
-    readme.write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n")
     text = card(policy={"type": "qwen2_5_vl", "model_path": str(tmp_path)})
     assert ModelCard(text).data.license_name == "qwen-research"
     assert "| local files | other qwen-research |" in text
 
 
-def everything_hostile() -> tuple[str, str]:
-    """The cards of an export and of a checkpoint with hostile text everywhere."""
+def walk(tokens: list[Token]) -> list[Token]:
+    return [inner for token in tokens for inner in (token, *walk(token.children or []))]
+
+
+def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
+    """On the cards of an export and of a checkpoint with hostile text everywhere."""
     config = json.loads(json.dumps(run_config().model_dump(mode="json")))
     config |= {"run_name": HOSTILE, "seed": HOSTILE, HOSTILE: HOSTILE}
     config["rewards"] = {HOSTILE: {"type": HOSTILE}}
@@ -126,29 +127,19 @@ def everything_hostile() -> tuple[str, str]:
     config["data"]["train"] = [{"type": HOSTILE, "path": HOSTILE}]
     config["renderer"] = {"type": "qwen_image_edit", "model_path": HOSTILE}
     metrics = {f"eval/reward/{HOSTILE}": 0.5}
-    whole = model_card(config, 50, metrics, "text-encoder", {50: 0.5})
-    return whole, model_card(config, 50, metrics)
-
-
-def walk(tokens: list[Token]) -> list[Token]:
-    return [inner for token in tokens for inner in (token, *walk(token.children or []))]
-
-
-def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
-    keys = {"library_name", "license", "license_name", "pipeline_tag", "tags"}
-    for number, text in enumerate(everything_hostile()):
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for arguments in (("text-encoder", {50: 0.5}), ()):
+        text = model_card(config, 50, metrics, *arguments)
         assert all(char.isprintable() or char == "\n" for char in text)
-        file = tmp_path / f"{number}.md"
-        file.write_text(text)
-        front = metadata_load(file)
-        assert front is not None and set(front) == keys
+        (tmp_path / "card.md").write_text(text)
+        front = metadata_load(tmp_path / "card.md")
+        assert front is not None
+        assert set(front) == {"library_name", "license", "license_name", "pipeline_tag", "tags"}
         assert (front["license"], front["license_name"]) == ("other", "unknown")
-        parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
         tokens = walk(parser.parse(ModelCard(text).text))
-        html = {token.content for token in tokens if token.type.startswith("html")}
-        assert not html
         kinds = {token.type for token in tokens}
         assert not kinds & {"image", "link_open", "em_open", "strong_open", "s_open"}, kinds
+        assert not [kind for kind in kinds if kind.startswith("html")], kinds
         code = {token.content for token in tokens if token.type == "code_inline"}
         assert code <= {"policy.adapter_path: '<this folder>'", "rl edit"}
         titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]

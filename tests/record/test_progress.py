@@ -8,31 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl import progress
 from rl.console import Console
 from rl.progress import PhaseTimer, counted, shown_on, weights_counted
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """clock[0] is the time, in s."""
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    stream = io.StringIO()
+def log(stream: io.StringIO) -> Iterator[io.StringIO]:
     with shown_on(Console(True, stream)):
         yield stream
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 def count(num: int, each_s: float, clock: list[float], unit: str = "pictures") -> None:
@@ -67,13 +50,10 @@ def test_what_was_done_before_is_no_part_of_the_rate(clock, log) -> None:
 
 def test_without_a_run_progress_goes_to_standard_error(clock, capsys) -> None:
     count(12, 1.0, clock)
-    out, err = capsys.readouterr()
-    assert out == "" and err == "  10 of 12 pictures, 2.0 s left\n"
+    assert capsys.readouterr() == ("", "  10 of 12 pictures, 2.0 s left\n")
 
 
-def test_on_a_terminal_progress_is_a_line_below_that_of_the_phase(clock, monkeypatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
+def test_on_a_terminal_progress_is_a_line_below_that_of_the_phase(clock, terminal) -> None:
     console = Console(True, terminal)
     with shown_on(console), PhaseTimer(console).phase("render"), counted("[red]", 8) as counter:
         for _ in range(4):

@@ -11,9 +11,9 @@ import pytest
 import tiny_qwen
 import torch
 from huggingface_hub.utils import validate_repo_id
+from tiny_policy import make, trainable
 from tiny_rounding import FORWARD_TOL, apart
 
-from rl.api.policy import PolicySetup
 from rl.model_files import Base, is_hub_id, noted
 from rl.policies import emu3
 from rl.policies.qwen_vl import Qwen25VL
@@ -70,15 +70,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy_folder = tiny_qwen.save_policy_folder(folder / "tokenizer")
     encoder = folder / "editor" / "text_encoder"
     tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
-    section = {
-        "type": "qwen2_5_vl",
-        "model_path": policy_folder,
-        "init_text_encoder_from": str(folder / "editor"),
-        "dtype": "float32",
-        "lora": {"r": 4, "alpha": 8},
-    }
-    policy = Qwen25VL(Qwen25VL.Config(**section), PolicySetup("text", max_completion_tokens=8))
-    tensors = {n: p.detach() + 0.1 for n, p in policy.module.named_parameters() if p.requires_grad}
+    policy = make(policy_folder, kind="text", init_text_encoder_from=str(folder / "editor"))
+    tensors = {name: tensor.detach() + 0.1 for name, tensor in trainable(policy).items()}
     policy.save_pretrained(str(folder / "adapter"), tensors)
     return folder
 
@@ -105,10 +98,8 @@ def test_peft_and_transformers_load_the_adapter_without_naming_its_base(trained:
 
 def test_the_adapter_loads_as_documented(trained: Path) -> None:
     text = (Path(__file__).parents[2] / "docs/report-and-edit.md").read_text(encoding="utf-8")
-    block = (
-        text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
-    )
-    code = block.replace("\n    ", "\n")
+    example = text.partition("### A published adapter")[2].partition("\n\n    ")[2]
+    code = example.partition("\n\n")[0].replace("\n    ", "\n")
     for documented, local in (("Qwen/Qwen-Image-Edit", "editor"), ("me/my-run", "adapter")):
         assert f'"{documented}"' in code
         code = code.replace(f'"{documented}"', repr(str(trained / local)))

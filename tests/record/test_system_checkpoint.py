@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_checkpoints import checkpoints_in, names_in, save
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_ranks import spawn
 
+from rl.files import write_atomically
 from rl.record import checkpoint
 from rl.record.checkpoint import ResumePoint, SaveError, model_folder, problem_of
 from rl.seeds import rng_state, set_rng_state
 
 
-def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_a_loaded_checkpoint_equals_the_saved_one(checkpoints, tmp_path):
     assert checkpoints.latest() is None
     torch.manual_seed(5)
     path = save(checkpoints, 10)
@@ -49,93 +45,76 @@ def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
     }
 
 
-def _truncate(path: Path) -> None:
-    (path / "state.safetensors").write_bytes((path / "state.safetensors").read_bytes()[:-1])
+Change = Callable[[bytes], bytes]
 
 
-def _flip_a_bit(path: Path) -> None:
-    data = bytearray((path / "state.safetensors").read_bytes())
-    data[-1] ^= 1
-    (path / "state.safetensors").write_bytes(data)
+def change(file: Path, how: Change | None) -> None:
+    """Changes the bytes of a file, or deletes it."""
+    data = file.read_bytes()
+    file.unlink()
+    if how:
+        file.write_bytes(how(data))
 
 
-def _delete_a_file(path: Path) -> None:
-    (path / "model" / "adapter_model.bin").unlink()
-
-
-def _manifest(text: str) -> Callable[[Path], object]:
-    return lambda path: (path / "manifest.json").write_text(text)
-
-
-def _manifest_of_long_names(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["x" * 5000] = {"size": 1, "sha256": ""}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _delete_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
+LONG_NAME = b'{"%s": {"size": 1, "sha256": ""}, ' % (b"x" * 5000)
 
 
 @pytest.mark.parametrize(
-    ("damage", "parts"),
+    ("name", "how", "parts"),
     [
-        (_truncate, "state.safetensors"),
-        (_flip_a_bit, "state.safetensors ... sha256"),
-        (_delete_a_file, "model/adapter_model.bin ... missing"),
-        (_manifest('{"state.json": {"size"'), "manifest.json"),
-        (_manifest("{}"), "manifest.json ... no file"),
-        (_manifest("[" * 100_000), "manifest.json"),
-        (_manifest_of_long_names, "missing"),
-        (_delete_manifest, "manifest.json"),
+        ("state.safetensors", lambda data: data[:-1], "state.safetensors"),
+        (
+            "state.safetensors",
+            lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+            "state.safetensors ... sha256",
+        ),
+        ("model/adapter_model.bin", None, "model/adapter_model.bin ... missing"),
+        ("manifest.json", lambda _: b'{"state.json": {"size"', "manifest.json"),
+        ("manifest.json", lambda _: b"{}", "manifest.json ... no file"),
+        ("manifest.json", lambda _: b"[" * 100_000, "manifest.json"),
+        ("manifest.json", lambda data: data.replace(b"{", LONG_NAME, 1), "missing"),
+        ("manifest.json", None, "manifest.json"),
     ],
 )
-def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damage, parts):
-    checkpoints = checkpoints_in(tmp_path)
-    save(checkpoints, 10)
-    newest = save(checkpoints, 20)
-    damage(newest)
-    assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000010"
-    warning = capfd.readouterr().err
-    assert holds(warning, f"WARNING ... step_000020 ... {parts}")
+def test_a_damaged_newest_checkpoint_is_named_and_skipped(checkpoints, capfd, name, how, parts):
+    first, newest = save(checkpoints, 10), save(checkpoints, 20)
+    change(newest / name, how)
+    assert checkpoints.latest() == first
+    assert holds(capfd.readouterr().err, f"WARNING ... step_000020 ... {parts}")
     # The iteration is repeated and its checkpoint replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
-    aside, *others = names_in(tmp_path)
+    aside, *others = names_in(checkpoints.folder.parent)
     assert aside.startswith(f"damaged-{newest.name}") and others == ["step_000010", "step_000020"]
 
 
-def _states(**values: Any) -> Callable[[Path], object]:
-    def write(path: Path) -> None:
-        state = json.loads((path / "state.json").read_text())
-        (path / "state.json").write_text(json.dumps(state | values))
-
-    return write
+def states(**values: Any) -> Change:
+    return lambda data: json.dumps(json.loads(data) | values).encode()
 
 
 @pytest.mark.parametrize(
-    ("damage", "part"),
+    ("name", "how", "part"),
     [
-        (_states(iteration=-1), "state.json is damaged (iteration -1"),
-        (_states(iteration=11), "state.json is damaged (iteration 11"),
-        (_states(iteration="10"), "state.json is damaged (iteration '10'"),
-        (_states(meta=None), "state.json is damaged (iteration"),
-        (lambda path: (path / "state.json").write_text("[]"), "state.json is damaged (iteration"),
-        (lambda path: (path / "rng_rank0000.pt").write_bytes(pickle.dumps(Path())), "is damaged"),
-        (lambda path: (path / "rng_rank0000.pt").write_bytes(b""), "is damaged"),
-        (lambda path: (path / "state.safetensors").write_bytes(b"\xff" * 99), "is damaged"),
+        ("state.json", states(iteration=-1), "state.json is damaged (iteration -1"),
+        ("state.json", states(iteration=11), "state.json is damaged (iteration 11"),
+        ("state.json", states(iteration="10"), "state.json is damaged (iteration '10'"),
+        ("state.json", states(meta=None), "state.json is damaged (iteration"),
+        ("state.json", lambda _: b"[]", "state.json is damaged (iteration"),
+        ("rng_rank0000.pt", lambda _: pickle.dumps(Path()), "is damaged"),
+        ("rng_rank0000.pt", lambda _: b"", "is damaged"),
+        ("state.safetensors", lambda _: b"\xff" * 99, "is damaged"),
     ],
 )
-def test_a_checkpoint_with_values_that_no_run_writes_is_refused_by_name(tmp_path, damage, part):
+def test_a_checkpoint_with_values_that_no_run_writes_is_refused_by_name(
+    checkpoints, name, how, part
+):
     """The manifest matches, as somebody else may have written it."""
-    checkpoints = checkpoints_in(tmp_path)
     path = save(checkpoints, 10)
-    damage(path)
+    change(path / name, how)
     (path / "manifest.json").unlink()
     checkpoint._write_manifest(path)
-    with pytest.raises(ValueError) as refused:
+    with raising(ValueError, f"step_000010 ... {part} ... move this checkpoint away"):
         checkpoints.load(checkpoints.latest())
-    assert holds(refused.value, f"step_000010 ... {part} ... move this checkpoint away")
 
 
 def test_random_states_of_another_kind_are_refused():
@@ -149,40 +128,34 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
     first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
     damaged = tmp_path / "checkpoints" / "step_1000000"
     assert model_folder(tmp_path) == damaged / "model"  # the newest by number, not by name
-    _delete_a_file(damaged)
+    (damaged / "model/adapter_model.bin").unlink()
     assert model_folder(tmp_path) == second / "model"
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
-        _delete_manifest(path)
+        (path / "manifest.json").unlink()
     with pytest.raises(ValueError, match="none of the 3 checkpoints"):
         model_folder(tmp_path)
 
 
-def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(checkpoints, tmp_path):
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
-        _delete_manifest(path)
-    folder = tmp_path / "checkpoints"
-    remedy = f"restore ... another run_name ... move {tmp_path} away"
-    with pytest.raises(ValueError) as refused:
+        (path / "manifest.json").unlink()
+    folder, remedy = checkpoints.folder, f"restore ... another run_name ... move {tmp_path} away"
+    with raising(ValueError, f"none of the 2 checkpoints in {folder} ... {remedy}"):
         checkpoints.latest()
-    assert holds(refused.value, f"none of the 2 checkpoints in {folder} ... {remedy}")
-    ways_to_empty: list[Callable[[], object]] = [
+    for empty in (
         lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
         lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
         lambda: (folder / "step_000030").write_text("not a checkpoint"),
         lambda: shutil.rmtree(folder),
-    ]
-    for empty in ways_to_empty:
+    ):
         empty()
-        with pytest.raises(ValueError) as refused:
+        with raising(ValueError, f"{folder} ... step_000020 ... {remedy}"):
             checkpoints.latest()
-        assert holds(refused.value, f"{folder} ... step_000020 ... {remedy}")
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 
-def test_without_the_newest_checkpoint_the_one_before_it_is_found(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
+def test_without_the_newest_checkpoint_the_one_before_it_is_found(checkpoints, tmp_path):
     first, second = save(checkpoints, 10), save(checkpoints, 20)
     shutil.rmtree(second)
     for content in ("step_000020", "", "no name", "step_000010"):
@@ -194,9 +167,7 @@ def test_other_files_in_the_checkpoint_folder_are_never_deleted(tmp_path):
     checkpoints = checkpoints_in(tmp_path, push_to_hub_every_n_iterations=1)
     others = ("step_000001.bak/a", "step_1/a", ".tmp-mine/a", ".tmp-step_000001-mine/a", ".tmp-x")
     for name in others:
-        path = tmp_path / "checkpoints" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        write_atomically(tmp_path / "checkpoints" / name, name)
     for iteration in range(1, 6):
         assert save(checkpoints, iteration)
     assert all((tmp_path / "checkpoints" / name).read_text() == name for name in others)
@@ -209,50 +180,32 @@ def test_pruning_keeps_the_newest_two_complete_checkpoints_and_every_nth(tmp_pat
         save(checkpoints, iteration)
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70)]
     # A damaged checkpoint cannot be resumed and is not one of the newest two.
-    _truncate(tmp_path / "checkpoints" / "step_000070")
+    change(tmp_path / "checkpoints/step_000070/state.safetensors", lambda data: data[:-1])
     save(checkpoints, 90)
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70, 90)]
 
 
-def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path):
+def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(checkpoints, tmp_path):
     """Users merge an adapter in its folder, and keep notes there."""
-    checkpoints = checkpoints_in(tmp_path)
-    folder = tmp_path / "checkpoints"
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "w").write_text("mine")
-
-    def add(name: str) -> Callable[[Path], None]:
-        def write(step: Path) -> None:
-            (step / name).parent.mkdir(parents=True, exist_ok=True)
-            (step / name).write_text("mine")
-
-        return write
-
-    changes: list[Callable[[Path], object]] = [
-        add("model/notes.txt"),
-        add("model/merged/mine.safetensors"),
-        add("model/.hidden"),
-        add("model/adapter_model.bin"),  # changed
-        lambda step: (step / "model/linked").symlink_to(tmp_path / "weights"),
-        lambda step: add("model/notes.txt")(step) or _delete_manifest(step),
-    ]
-    for iteration, change in enumerate(changes, start=1):
-        change(save(checkpoints, iteration))
+    write_atomically(tmp_path / "weights/w", "mine")
+    names = ("notes.txt", "merged/mine.safetensors", ".hidden", "adapter_model.bin")
+    for iteration, name in enumerate(names, start=1):
+        write_atomically(save(checkpoints, iteration) / "model" / name, "mine")
+    (save(checkpoints, 5) / "model/linked").symlink_to(tmp_path / "weights")
+    write_atomically(save(checkpoints, 6) / "model/notes.txt", "mine")
+    (checkpoints.folder / "step_000006/manifest.json").unlink()
     for iteration in (8, 9, 10, 11):
         save(checkpoints, iteration)
-    kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
-    assert names_in(tmp_path) == kept
+    assert names_in(tmp_path) == [f"step_{n:06d}" for n in (*range(1, 7), 10, 11)]
     # The user's file also survives a repeated iteration.
-    mine = folder / "step_000001/model/notes.txt"
-    _delete_manifest(mine.parents[1])
+    (checkpoints.folder / "step_000001/manifest.json").unlink()
     save(checkpoints, 1)
-    [damaged] = folder.glob("damaged-step_000001-*")
+    [damaged] = checkpoints.folder.glob("damaged-step_000001-*")
     assert (damaged / "model/notes.txt").read_text() == "mine"
-    assert (tmp_path / "weights" / "w").read_text() == "mine"
+    assert (tmp_path / "weights/w").read_text() == "mine"
 
 
-def test_a_failed_deletion_of_an_old_checkpoint_keeps_the_new_one(tmp_path, monkeypatch, capfd):
-    checkpoints = checkpoints_in(tmp_path)
+def test_a_failed_deletion_of_an_old_checkpoint_keeps_the_new_one(checkpoints, monkeypatch, capfd):
     for iteration in (10, 20):
         save(checkpoints, iteration)
 
@@ -271,12 +224,11 @@ def test_a_checkpoint_is_due_for_saving_or_for_pushing(tmp_path):
     assert [n for n in range(1, 13) if checkpoints.due(n)] == [4, 6, 8, 12]
 
 
-def test_a_failed_save_leaves_the_older_checkpoints(tmp_path, capfd):
+def test_a_failed_save_leaves_the_older_checkpoints(checkpoints, tmp_path, capfd):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
         raise OSError(5, "Input/output error")
 
-    checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 10)
     assert save(checkpoints, 20, fail) is None
     assert "Input/output error" in capfd.readouterr().err
@@ -287,73 +239,39 @@ def test_a_failed_save_leaves_the_older_checkpoints(tmp_path, capfd):
     assert save(checkpoints, 20, final=True) is not None
 
 
-def save_forever(folder: Path, answers: Connection) -> None:
-    checkpoints = checkpoints_in(folder)
-    newest = checkpoints.latest()
-    begin = checkpoints.load(newest).iteration if newest else 0
-    for iteration in itertools.count(begin + 1):
-        save(checkpoints, iteration, size=50_000)
-        answers.send(iteration)
-
-
-@pytest.mark.slow
-def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
-    checkpoints = checkpoints_in(tmp_path)
-    loaded = 0
-    for kill in range(5):
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = spawn(save_forever, tmp_path, sender)
-        sender.close()
-        last_saved = receiver.recv()
-        assert last_saved == loaded + 1  # it continued from the last one: nothing lost or repeated
-        time.sleep(0.031 * kill)  # a save takes about 10 ms: the kills are spread over it
-        process.kill()
-        process.join()
-        while receiver.poll():
-            try:
-                last_saved = receiver.recv()
-            except EOFError:
-                break
-        point = checkpoints.load(checkpoints.latest())
-        loaded = point.iteration
-        assert loaded in (last_saved, last_saved + 1)  # a save may have ended without its message
-        assert point.meta["learner"] == {"version": loaded}
-        assert torch.equal(point.tensors["master/w"], torch.full((50_000,), float(loaded)))
-
-
 def die_in_a_save(folder: Path, stage: str) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoints = checkpoints_in(folder)
     save(checkpoints, 1)
-    if stage == "manifest":
-        checkpoint._write_manifest = die
-    elif stage == "rename":
-        Path.rename = die
+    if stage != "model":
+        setattr(Path if stage == "rename" else checkpoint, stage, die)
     save(checkpoints, 2, write_model=die if stage == "model" else None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["model", "manifest", "rename"])
-def test_kill_9_during_a_save_leaves_the_checkpoint_before_it(tmp_path, stage):
-    """Killed with half of the files written, before the manifest, and before the rename."""
-    process = spawn(die_in_a_save, tmp_path, stage)
+@pytest.mark.parametrize("stage", ["model", "_write_manifest", "rename", "held_out_rewards"])
+def test_kill_9_during_a_save_leaves_a_loadable_checkpoint(checkpoints, stage):
+    """Killed with half of the files written, before the manifest, before the rename, and after it,
+    when old checkpoints are deleted."""
+    process = spawn(die_in_a_save, checkpoints.folder.parent, stage)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert names_in(tmp_path) == [".tmp-step_000002", "step_000001"]
-    checkpoints = checkpoints_in(tmp_path)
-    assert checkpoints.latest().name == "step_000001"
+    last = 2 if stage == "held_out_rewards" else 1
+    loaded = checkpoints.load(checkpoints.latest())
+    assert (loaded.iteration, loaded.meta["learner"]) == (last, {"version": last})
+    assert torch.equal(loaded.tensors["master/w"], torch.full((12,), float(last)))
+    assert (".tmp-step_000002" in names_in(checkpoints.folder.parent)) == (last == 1)
     save(checkpoints, 2)
-    assert names_in(tmp_path) == ["step_000001", "step_000002"]
+    assert names_in(checkpoints.folder.parent) == ["step_000001", "step_000002"]
 
 
-def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):
+def test_pickles_in_a_checkpoint_are_not_executed(checkpoints, tmp_path):
     class Payload:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
-    checkpoints = checkpoints_in(tmp_path)
     path = save(checkpoints, 1)
     torch.save({"python": Payload()}, path / "rng_rank0000.pt")
     with pytest.raises(ValueError, match=r"step_000001 is damaged \(UnpicklingError\)"):
@@ -361,9 +279,8 @@ def test_pickles_in_a_checkpoint_are_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
+def test_keys_in_the_environment_do_not_reach_a_checkpoint(checkpoints, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "sk-0123456789abcdef")
-    checkpoints = checkpoints_in(tmp_path)
     point = ResumePoint(
         1,
         {"w": torch.ones(1)},

@@ -9,19 +9,15 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from rl import console, progress
+from rl import console
 from rl.console import Console, duration
 from rl.files import downscale, png_bytes
 from rl.progress import PhaseTimer
 from rl.run.metric_table import METRICS, doc_of, markdown_table
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """clock[0] is the time, in s."""
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    return now
+def words(stream: io.StringIO) -> list[list[str]]:
+    return [line.split() for line in stream.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +36,7 @@ def test_durations_have_suitable_units(seconds, text):
     assert duration(seconds) == text
 
 
-def test_phases_are_printed_summed_and_reset_with_each_lap(clock):
-    stream = io.StringIO()
+def test_phases_are_printed_summed_and_reset_with_each_lap(clock, stream):
     timer = PhaseTimer(Console(True, stream))
     for seconds in (2.0, 3.0):
         with timer.phase("render") as phase:
@@ -53,15 +48,13 @@ def test_phases_are_printed_summed_and_reset_with_each_lap(clock):
     with timer.phase("learn"):
         clock[0] += 4.0
     assert timer.lap() == {"time/learn_s": 4.0, "time/iteration_s": 4.0}
-    lines = [line.split() for line in stream.getvalue().splitlines()]
-    assert lines == [
+    assert words(stream) == [
         ["render", "5.0", "s", "4", "pictures", "[p50", "1.2", "s]"],
         ["learn", "4.0", "s"],
     ]
 
 
-def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
-    stream = io.StringIO()
+def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock, stream):
     timer = PhaseTimer(Console(True, stream))
     with timer.phase("render") as render:
         clock[0] += 1.0
@@ -74,7 +67,7 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
     assert stream.getvalue() == ""
     lap = timer.lap()
     assert lap == {"time/render_s": 5.0, "time/condition_s": 1.0, "time/iteration_s": 6.0}
-    assert [line.split() for line in stream.getvalue().splitlines()] == [
+    assert words(stream) == [
         ["render", "5.0", "s", "2", "pictures"],
         ["condition", "1.0", "s", "2", "groups"],
     ]
@@ -102,11 +95,10 @@ class Event:
         return 1e3 * (end.passed_s - self.passed_s)
 
 
-def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypatch) -> None:
+def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock, stream, monkeypatch) -> None:
     """The host queues 'condition' and the backward in no time, and never waits inside a phase."""
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    stream = io.StringIO()
     timer = PhaseTimer(Console(True, stream), None, "cuda:0")
     with timer.phase("render"):
         with timer.phase("condition"):
@@ -125,12 +117,11 @@ def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypa
         "time/record_s": 0.0,
         "time/iteration_s": 12.0,
     }
-    printed = [line.split()[:2] for line in stream.getvalue().splitlines()]
+    printed = [line[:2] for line in words(stream)]
     assert printed == [["render", "5.0"], ["condition", "3.0"], ["learn", "4.0"], ["record", "0.0"]]
 
 
-def test_the_summary_line_has_reward_speed_and_eta():
-    stream = io.StringIO()
+def test_the_summary_line_has_reward_speed_and_eta(stream):
     rank_console = Console(True, stream)
     rank_console.iteration(0, 101, {"eval/reward": 0.4, "time/iteration_s": 99.0})
     rank_console.iteration(1, 101, {"time/iteration_s": 10.0})
@@ -177,8 +168,7 @@ def test_a_lap_has_the_seconds_of_each_phase_and_one_mfu(clock):
     assert timer.lap() == {"time/iteration_s": 1.0}
 
 
-def test_a_disabled_console_prints_nothing():
-    stream = io.StringIO()
+def test_a_disabled_console_prints_nothing(stream):
     rank_console = Console(False, stream)
     timer = PhaseTimer(rank_console)
     with timer.phase("learn"):
@@ -192,11 +182,14 @@ def test_every_metric_of_the_summary_line_has_a_row():
 
 
 def test_a_metric_name_matches_its_row():
-    assert doc_of("reward/mean") is METRICS["reward/mean"]
-    assert doc_of("reward/part/judge/edit_success") is METRICS["reward/part/<name>"]
-    assert doc_of("eval/reward/colour") is METRICS["eval/reward/<category>"]
-    assert doc_of("time/iteration_s") is METRICS["time/iteration_s"]
-    assert doc_of("time/render_s") is METRICS["time/<phase>_s"]
+    for name, row in (
+        ("reward/mean", "reward/mean"),
+        ("reward/part/judge/edit_success", "reward/part/<name>"),
+        ("eval/reward/colour", "eval/reward/<category>"),
+        ("time/iteration_s", "time/iteration_s"),
+        ("time/render_s", "time/<phase>_s"),
+    ):
+        assert doc_of(name) is METRICS[row]
     assert doc_of("time/_s") is None and doc_of("reward/part/") is None
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
+from tiny_checkpoints import names_in
 from tiny_messages import holds
 
-from rl.config.schema import CheckpointConfig
-from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints
 
 
@@ -54,9 +53,10 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> _Hub:
     return remote
 
 
-def checkpoints_in(folder: Path) -> Checkpoints:
-    config = CheckpointConfig(push_to_hub_every_n_iterations=20, push_to_hub_repo_id="me/run")
-    return Checkpoints(folder, config, Dist())
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    pushes = {"push_to_hub_every_n_iterations": 20, "push_to_hub_repo_id": "me/run"}
+    return tiny_checkpoints.checkpoints_in(tmp_path, **pushes)
 
 
 def save(checkpoints: Checkpoints, iteration: int, final: bool = False) -> None:
@@ -71,8 +71,9 @@ def model_of(iteration: int) -> dict[str, str]:
     return {"README.md": "card", "adapter_model.safetensors": str(iteration)}
 
 
-def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(tmp_path, remote):
-    checkpoints = checkpoints_in(tmp_path)
+def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(
+    checkpoints, tmp_path, remote
+):
     lines: list[str] = []
     for iteration in (10, 20, 30):
         save(checkpoints, iteration)
@@ -81,21 +82,18 @@ def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(tmp
     checkpoints.close(lines.append)
     assert remote.commits == [("iteration 20", model_of(20)), ("iteration 35", model_of(35))]
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000035": model_of(35)}
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step_000030", "step_000035"], "no temporary folder is left"
+    assert names_in(tmp_path) == ["step_000030", "step_000035"], "no temporary folder is left"
 
 
-def test_a_repeated_iteration_moves_its_branch(tmp_path, remote):
+def test_a_repeated_iteration_moves_its_branch(checkpoints, remote):
     remote.branches["ckpt_000020"] = {"adapter_model.safetensors": "before"}
-    checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20)
     checkpoints.close(print)
     assert remote.branches == {"ckpt_000020": model_of(20)}
 
 
-def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
+def test_training_and_pruning_continue_during_a_push(checkpoints, tmp_path, remote, capfd):
     remote.go = threading.Semaphore(0)
-    checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20)
     assert remote.starts.acquire(timeout=120), "the upload is under way"
     for iteration in (20, 40, 60):
@@ -112,19 +110,16 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000065": model_of(65)}
     assert len(lines) == 2 and holds(lines[1], "me/run ... 10 min 00 s")
     save(checkpoints, 66)
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step_000065", "step_000066"]
+    assert names_in(tmp_path) == ["step_000065", "step_000066"]
 
 
-def test_a_failed_push_logs_one_warning(tmp_path, monkeypatch, capfd):
+def test_a_failed_push_logs_one_warning(checkpoints, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
-    checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20, final=True)
     checkpoints.close(print)
     warning = capfd.readouterr().err
     assert warning.count("WARNING") == 1
     assert holds(warning, "'me/run', iteration 20 ... Offline")
     assert "hf_0123456789abcdef" not in warning
-    kept = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert kept == ["step_000020"]
+    assert names_in(tmp_path) == ["step_000020"]

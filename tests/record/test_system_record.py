@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import shutil
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
+from tiny_disk import contents
+from tiny_loop import episodes_of, rows_of
 from tiny_messages import holds
 from tiny_ranks import spawn
-from tiny_run import episode, run_config
+from tiny_run import episode, record_in
+from tiny_waits import wait_for
 
 from rl.api.types import Action, Completion, Region, Status
 from rl.config.schema import TrackingConfig
@@ -28,21 +29,9 @@ from rl.run.follower import Follower
 KEY = "sk-0123456789abcdef"
 
 
-def record_in(folder: Path, dist: Dist | None = None, **config) -> RunRecord:
-    return RunRecord(folder, run_config(**config), dist or Dist())
-
-
-def lines_of(path: Path) -> list[dict]:
-    rows, damaged = read_rows(path)
-    assert not damaged
-    return rows
-
-
-def test_the_line_of_an_episode_has_all_its_values(tmp_path):
-    record = record_in(tmp_path)
-    forced = Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False))
+def test_the_line_of_an_episode_has_all_its_values(record, tmp_path):
     failed = episode(
-        completion=forced,
+        completion=Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False)),
         action=Action("", None, failure="no JSON"),
         image=None,
         status=Status.POLICY_FAILED,
@@ -53,7 +42,7 @@ def test_the_line_of_an_episode_has_all_its_values(tmp_path):
     )
     ungraded = episode(status=Status.UNGRADED, reward=None, failure="judge: timeout")
     record.write_episodes(12, [[episode(), failed], [ungraded]], [[1.0, -1.0], [None]])
-    scored, broken, lost = lines_of(tmp_path / "episodes" / "it_000012.rank0.jsonl")
+    scored, broken, lost = rows_of(tmp_path / "episodes" / "it_000012.rank0.jsonl")
     named = provenance(episode(regions={"judge": (Region("hat", (0.1, 0.0, 0.5, 1.0)),)}), 1.0)
     assert json.loads(json_line(named["regions"])) == {
         "judge": [{"label": "hat", "box": [0.1, 0.0, 0.5, 1.0]}]
@@ -86,17 +75,15 @@ def test_the_line_of_an_episode_has_all_its_values(tmp_path):
         "thumbnail": "thumbnails/it_000012/rank0_g00.webp#xywh=96,0,48,32",
     }
     assert "bare" not in broken
-    assert (broken["status"], broken["failure"], broken["forced"]) == (
-        "policy_failed",
-        "no JSON",
-        [1, 0],
-    )
-    assert broken["image_file"] is None and broken["member"] == 1
+    keys = ("status", "failure", "forced", "image_file", "member")
+    assert [broken[key] for key in keys] == ["policy_failed", "no JSON", [1, 0], None, 1]
     assert (lost["reward"], lost["advantage"], lost["status"]) == (None, None, "ungraded")
-    rendered = Image.open(tmp_path / scored["image_file"])
-    assert rendered.getpixel((0, 0)) == (255, 0, 0)
-    assert Image.open(tmp_path / scored["source_file"]).getpixel((0, 0)) == (0, 0, 255)
-    assert Image.open(tmp_path / scored["target_file"]).getpixel((0, 0)) == (255, 255, 0)
+    for kind, colour in (
+        ("image", (255, 0, 0)),
+        ("source", (0, 0, 255)),
+        ("target", (255, 255, 0)),
+    ):
+        assert Image.open(tmp_path / scored[f"{kind}_file"]).getpixel((0, 0)) == colour
 
 
 def test_episodes_are_written_every_n_iterations(tmp_path):
@@ -116,7 +103,7 @@ def test_the_limit_of_pictures_is_for_all_ranks_together(tmp_path, world_size):
         record = record_in(tmp_path, dist, tracking={"images_per_iteration": 5})
         mine = groups[rank * each : (rank + 1) * each]
         record.write_episodes(1, mine, [[0.0, 0.0]] * each)
-    rows = [row for path in sorted((tmp_path / "episodes").iterdir()) for row in lines_of(path)]
+    rows = episodes_of(tmp_path)
     pictured = [row["group_id"] for row in rows if row["image_file"]]
     assert pictured == ["0/0", "0/1", "1/0", "1/1", "2/0"], "the run's first, group by group"
     assert [row["source_file"] is not None for row in rows] == [True] * 6 + [False] * 2
@@ -181,19 +168,14 @@ def write_some(folder: Path, num: int = 6) -> RunRecord:
     return record
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
 @pytest.mark.parametrize("iteration", [-1, 0, 3, 5])
 def test_a_resume_sets_aside_the_iterations_that_it_repeats(tmp_path, iteration):
     run_dir, expected = tmp_path / "run", tmp_path / "expected"
     record = write_some(run_dir)
     before = contents(run_dir)
     messages = record.rewind(iteration)
-    if iteration == 5:
-        assert (messages, contents(run_dir)) == ([], before), "there is no later iteration"
+    if not messages:
+        assert (iteration, contents(run_dir)) == (5, before), "there is no later iteration"
         return
     write_some(expected, iteration + 1)
     (aside,) = (run_dir / "set_aside").iterdir()
@@ -228,10 +210,9 @@ def test_a_damaged_line_of_the_metrics_loses_no_other_line(tmp_path, damage):
         path = folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1]
         path.write_bytes(b"\n".join([*lines[:index], damage, *lines[index:]]))  # no final line feed
-        messages = record.rewind(3)
+        [line] = record.rewind(3)
         assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
         (aside,) = (folder / "set_aside").iterdir()
-        [line] = messages
         assert holds(line, f"lines [{index + 1}] of metrics.jsonl are damaged ... {aside}")
         assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
         assert record.rewind(3) == [], "a second rewind does nothing"
@@ -254,9 +235,8 @@ def test_missing_records_are_reported(tmp_path):
         assert record.rewind(19) == messages
 
 
-def test_a_line_written_after_an_incomplete_line_is_complete(tmp_path):
+def test_a_line_written_after_an_incomplete_line_is_complete(record, tmp_path):
     """A full disk may cut a line short while the run continues."""
-    record = record_in(tmp_path)
     record.write_metrics(1, {"a": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 2, "a')
@@ -265,16 +245,15 @@ def test_a_line_written_after_an_incomplete_line_is_complete(tmp_path):
     assert ([row["iteration"] for row in rows], damaged) == ([1, 3], [2])
 
 
-def test_a_json_line_is_one_line_for_every_reader(tmp_path):
+def test_a_json_line_is_one_line_for_every_reader(record, tmp_path):
     value = {"said": ODD + "\n\ud83d half", "iteration": 1}
     line = json_line(value)
     assert json.loads(line) == value
     assert len(line.splitlines()) == 1 and line.encode()
-    record = record_in(tmp_path)
     # Half a surrogate pair, from a completion cut within a character or from a judge's JSON.
     odd = episode(action=Action("half \ud83d", None), replies={"judge": (ODD + "\udcff",)})
     record.write_episodes(1, [[odd]], [[1.0]])
-    (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
+    (row,) = rows_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
     assert (row["completion"], row["replies"]) == ("half \ud83d", {"judge": [ODD + "\udcff"]})
 
 
@@ -312,10 +291,10 @@ def test_keys_in_the_environment_are_in_no_file(tmp_path, monkeypatch):
     assert "<ODDLY_NAMED>" in (tmp_path / "episodes" / "it_000001.rank0.jsonl").read_text()
 
 
-def hold(folder: Path, answers: Connection) -> None:
+def hold(folder: Path) -> None:
     record = record_in(folder)
     record.claim()
-    answers.send("held")
+    (folder / "held").touch()
     time.sleep(60)
     record.release()
 
@@ -336,14 +315,13 @@ def test_a_run_stops_if_its_folder_is_moved_away(tmp_path):
     (tmp_path / "run").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(2, {"loss": 0.4})
-    rows = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["iteration"] for row in rows] == [1, 2]
+    assert [row["iteration"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert checkpoints.latest().name == "step_000001", "what was saved remains"
 
 
 def test_a_deleted_run_folder_is_not_created_again(tmp_path):
-    record, run_dir = record_in(tmp_path / "run"), tmp_path / "run"
-    checkpoints = checkpoints_in(run_dir)
+    run_dir = tmp_path / "run"
+    record, checkpoints = record_in(run_dir), checkpoints_in(run_dir)
     record.claim()
     shutil.rmtree(run_dir)
     for write in (
@@ -359,11 +337,9 @@ def test_a_deleted_run_folder_is_not_created_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_run_folder_belongs_to_one_run(tmp_path):
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    owner = spawn(hold, tmp_path, sender)
-    assert receiver.recv() == "held"
-    record = record_in(tmp_path)
+def test_one_run_folder_belongs_to_one_run(record, tmp_path):
+    owner = spawn(hold, tmp_path)
+    wait_for((tmp_path / "held").exists)
     with pytest.raises(ValueError, match=f"in use by process {owner.pid}.*another run_name"):
         record.claim(wait_s=0.3)
     owner.kill()  # a killed run leaves no lock
@@ -375,9 +351,8 @@ def test_one_run_folder_belongs_to_one_run(tmp_path):
 def test_the_bare_arm_is_in_the_first_line_of_its_group(tmp_path):
     bare = episode(reward=0.25, action=Action("make it red", "make it red"))
     record = record_in(tmp_path, tracking={"images_per_iteration": 2})
-    groups = [[episode(), episode()], [episode(), episode()]]
-    record.write_episodes(3, groups, [[1.0, -1.0]] * 2, [bare, bare])
-    lines = lines_of(tmp_path / "episodes" / "it_000003.rank0.jsonl")
+    record.write_episodes(3, [[episode(), episode()]] * 2, [[1.0, -1.0]] * 2, [bare, bare])
+    lines = rows_of(tmp_path / "episodes" / "it_000003.rank0.jsonl")
     assert ["bare" in line for line in lines] == [True, False, True, False]
     line, without_picture = lines[0]["bare"], lines[2]["bare"]
     assert (line["completion"], line["reward"], line["advantage"]) == ("make it red", 0.25, None)

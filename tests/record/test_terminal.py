@@ -35,7 +35,6 @@ def assert_harmless(text: str) -> None:
 
 def log(text: str) -> None:
     """Logs as Python does without a logging configuration."""
-    assert logging.lastResort is not None
     logging.lastResort.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
 
 
@@ -59,13 +58,12 @@ def test_everything_that_python_prints_is_guarded(capsys, monkeypatch) -> None:
     assert capsys.readouterr().err == "a\tb\ngrößer, 好\n\r 50 %|###"
 
 
-def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_line_of_rich_keeps_the_guard(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a terminal rich redirects stdout and stderr while its live line is shown."""
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
     for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, stream)
-    monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys, name, terminal)
     printing.guard()
     guarded = sys.stdout, sys.stderr
     console = Console(enabled=True)
@@ -81,7 +79,7 @@ def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) ->
             warn("below it")
     timer.lap()
     assert (sys.stdout, sys.stderr) == guarded
-    text = stream.getvalue()
+    text = terminal.getvalue()
     assert "WARNING" in text and "<SOME_API_KEY>" in text and "\x1b[?25l" in text, "a live line"
     for sign in (KEY, "\x1b]", "\x1b[2J", "\u202e", "\x07", "\x9b", "\u200b"):
         assert sign not in text, repr(text)

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tiny_run import episode, run_config
+from tiny_loop import rows_of
+from tiny_run import episode, record_in
 
-from rl.api.types import Episode
 from rl.files import open_picture
-from rl.ranks.dist import Dist
-from rl.record.run_record import THUMBNAIL_PX, RunRecord
-
-
-def noise(seed: int, width: int = 300, height: int = 200) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def groups_of(num: int) -> list[list[Episode]]:
-    """`num` groups of three completions, two with the same picture."""
-    groups = []
-    for p in range(num):
-        shared, other = noise(10 * p), noise(10 * p + 1)
-        groups.append([episode(image=picture) for picture in (shared, shared, other)])
-    return groups
-
-
-def rows_of(folder: Path, iteration: int, rank: int = 0) -> list[dict]:
-    path = folder / "episodes" / f"it_{iteration:06d}.rank{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from rl.record.run_record import THUMBNAIL_PX
 
 
 def cut_out(folder: Path, place: str) -> Image.Image:
@@ -42,12 +21,18 @@ def cut_out(folder: Path, place: str) -> Image.Image:
 
 
 def test_every_distinct_picture_of_a_group_is_kept_once(tmp_path):
-    record = RunRecord(tmp_path, run_config(tracking={"images_per_iteration": 0}), Dist())
-    record.write_episodes(1, groups_of(2), [[0.0] * 3] * 2)
-    rows = rows_of(tmp_path, 1)
+    noise = [
+        Image.fromarray(pixels)
+        for pixels in np.random.default_rng(0).integers(0, 255, (4, 200, 300, 3), dtype=np.uint8)
+    ]
+    # Two groups of three completions, two with the same picture.
+    groups = [[episode(image=noise[n]) for n in (p, p, p + 1)] for p in (0, 2)]
+    record = record_in(tmp_path, tracking={"images_per_iteration": 0})
+    record.write_episodes(1, groups, [[0.0] * 3] * 2)
+    rows = rows_of(tmp_path / "episodes/it_000001.rank0.jsonl")
     places = [row["thumbnail"] for row in rows]
     assert places[0] == places[1] and len(set(places)) == 4
-    for row, picture in zip(rows[::3], (noise(0), noise(10)), strict=True):
+    for row, picture in zip(rows[::3], noise[::2], strict=True):
         # WebP keeps the mean of noise; the longest side is `THUMBNAIL_PX`.
         thumbnail = cut_out(tmp_path, row["thumbnail"])
         assert thumbnail.size == (THUMBNAIL_PX, 85)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tiny_waits import wait_for
 
 from rl.files import append_line, write_atomically
 from rl.ranks import heartbeat
@@ -53,9 +54,7 @@ def test_too_many_jobs_block_the_caller_with_a_warning(tmp_path, capsys, monkeyp
 
     thread = threading.Thread(target=put_jobs)
     thread.start()
-    deadline_s = time.monotonic() + 120
-    while len(accepted) < 3 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_for(lambda: len(accepted) == 3)
     time.sleep(0.1)
     assert accepted == [0, 1, 2], "one is running, two are waiting"
     go_on.set()
@@ -122,8 +121,8 @@ def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
         return "written"
 
     assert checkpoint.retry_until_space(write, tmp_path, "the file") == "written"
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "the file waits" in lines[0]
+    [line] = capsys.readouterr().err.splitlines()
+    assert "the file waits" in line
     assert waits, "so that `hang_limit_s` does not end the run"
 
 

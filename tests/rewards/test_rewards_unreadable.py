@@ -9,8 +9,7 @@ from typing import Any, Literal
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
 from tiny_rewards import RESULT, ScriptedJudge, make
-from tiny_rollout import run_config
-from tiny_run import SAMPLE, episode
+from tiny_run import SAMPLE, episode, run_config
 
 from rl.algorithm.metrics import Metrics
 from rl.api.judge import Answer

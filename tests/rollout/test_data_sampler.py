@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from rl.rollout.episodes import PromptOrder, first_samples, usable
 class Numbers:
     """A source of samples `name:0`, `name:1`, ... in which the rows `bad` cannot be read."""
 
-    def __init__(self, name: str, length: int, bad: frozenset[int] = frozenset()) -> None:
+    def __init__(self, name: str, length: int, bad: Collection[int] = ()) -> None:
         self.name, self.length, self.bad = name, length, bad
 
     def __len__(self) -> int:
@@ -36,18 +37,24 @@ def run(sampler: PromptOrder, iterations: range) -> list[str]:
     return [identity for iteration in iterations for identity in ids(sampler, iteration)]
 
 
-def mixture(seed: int = 0, prompts: int = 12) -> PromptOrder:
-    sources = [Numbers("a", 7), Numbers("b", 50), Numbers("c", 5)]
-    return PromptOrder(sources, [2, 3, 1], seed, prompts)
+def order(
+    prompts: int, bad: Collection[int] = (), on_bad_row: str = "error", length: int = 12
+) -> PromptOrder:
+    """Of one source."""
+    return PromptOrder([Numbers("a", length, bad)], [1], 0, prompts, on_bad_row)
+
+
+def mixture(seed: int = 0) -> PromptOrder:
+    return PromptOrder([Numbers("a", 7), Numbers("b", 50), Numbers("c", 5)], [2, 3, 1], seed, 12)
 
 
 def test_every_pass_draws_every_row_once_in_another_order():
-    sampler = PromptOrder([Numbers("a", 24)], [1], 0, 8)
+    sampler = order(8, length=24)
     passes = [run(sampler, range(3 * epoch, 3 * epoch + 3)) for epoch in range(4)]
     for rows in passes:
         assert sorted(rows) == sorted(f"a:{index}" for index in range(24))
     assert len({frozenset(rows[:8]) for rows in passes}) == 4, "iterations have other rows"
-    drawn = run(PromptOrder([Numbers("a", 7)], [1], 3, 5), range(7))
+    drawn = run(order(5, length=7), range(7))
     assert set(Counter(drawn).values()) == {5}, "a pass may end within an iteration"
     assert run(mixture(seed=0), range(3)) != run(mixture(seed=1), range(3))
 
@@ -73,12 +80,10 @@ def test_every_source_of_a_mixture_is_drawn_in_full_passes():
 
 def test_the_order_continues_after_a_resume():
     uninterrupted = [ids(mixture(), iteration) for iteration in range(30)]
-    order = mixture()
-    assert [ids(order, iteration) for iteration in range(30)] == uninterrupted
     for start in (0, 1, 13, 29):
-        fresh = mixture()
-        assert [ids(fresh, iteration) for iteration in range(start, 30)] == uninterrupted[start:]
-    assert [ids(order, iteration) for iteration in reversed(range(30))] == uninterrupted[::-1]
+        sampler = mixture()
+        assert [ids(sampler, iteration) for iteration in range(start, 30)] == uninterrupted[start:]
+    assert [ids(sampler, iteration) for iteration in reversed(range(30))] == uninterrupted[::-1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 12])
@@ -96,21 +101,19 @@ def test_no_rank_always_gets_the_same_source():
 
 
 def test_a_bad_row_is_replaced_by_the_next_one():
-    bad = frozenset({2, 3})
-    with_bad_rows = PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip")
-    complete = PromptOrder([Numbers("a", 12)], [1], 0, 12)
+    with_bad_rows = order(12, {2, 3}, "skip")
     drawn = ids(with_bad_rows, 0)
     assert with_bad_rows.num_replaced == 2
     assert not {"a:2", "a:3"} & set(drawn) and len(drawn) == 12
-    kept = [(old, new) for old, new in zip(ids(complete, 0), drawn, strict=True) if old == new]
+    kept = [old for old, new in zip(ids(order(12), 0), drawn, strict=True) if old == new]
     assert len(kept) == 10
-    ranks = [PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip") for _ in range(2)]
-    assert ids(ranks[0], 0, 0, 2) + ids(ranks[1], 0, 1, 2) == drawn
+    ranks = [ids(order(12, {2, 3}, "skip"), 0, rank, 2) for rank in range(2)]
+    assert ranks[0] + ranks[1] == drawn
     with pytest.raises(BadRowError, match="a, row"):
-        ids(PromptOrder([Numbers("a", 12, bad)], [1], 0, 12), 0)
+        ids(order(12, {2, 3}), 0)
     with pytest.raises(UnusableSampleError, match="none of its 2 rows can be used"):
-        ids(PromptOrder([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
-    sources = [Numbers("a", 3, frozenset({1}))]
+        ids(order(1, {0, 1}, "skip", length=2), 0)
+    sources = [Numbers("a", 3, {1})]
     assert [sample.id for sample in first_samples(sources, 9, "skip")] == ["a:0", "a:2"]
     with pytest.raises(BadRowError):
         first_samples(sources, 3)
@@ -146,11 +149,11 @@ def build_short_prompt(sample: Sample) -> str:
 
 
 def test_a_row_without_a_usable_prompt_is_replaced():
-    sampler = PromptOrder([Numbers("a", 12)], [1], 0, 12, "skip")
+    sampler = order(12, on_bad_row="skip")
     assert not {"a:4", "a:5"} & set(sampler.shard(0, 0, 1, build_short_prompt))
     assert sampler.num_replaced == 2
     with pytest.raises(UnusableSampleError, match=r"'a:[45]' has 9999 tokens"):
-        PromptOrder([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, build_short_prompt)
+        order(12).shard(0, 0, 1, build_short_prompt)
     held_out = first_samples([Numbers("a", 12)], 12)
     assert len(usable(held_out, build_short_prompt, "skip")) == 10
     with pytest.raises(UnusableSampleError, match="'a:4' has 9999"):
@@ -158,8 +161,7 @@ def test_a_row_without_a_usable_prompt_is_replaced():
 
 
 def test_held_out_samples_are_the_first_rows_in_order_without_repeats():
-    sources = [Numbers("a", 2), Numbers("b", 50)]
-    chosen = [sample.id for sample in first_samples(sources, 9)]
-    assert [identity for identity in chosen if identity[0] == "a"] == ["a:0", "a:1"]
-    assert [identity for identity in chosen if identity[0] == "b"] == [f"b:{i}" for i in range(4)]
+    chosen = [sample.id for sample in first_samples([Numbers("a", 2), Numbers("b", 50)], 9)]
+    by_source = sorted(chosen, key=lambda identity: identity[0])
+    assert by_source == ["a:0", "a:1", "b:0", "b:1", "b:2", "b:3"]
     assert len(first_samples([Numbers("a", 3)], 64)) == 3

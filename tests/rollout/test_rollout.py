@@ -14,8 +14,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from tiny_messages import holds
-from tiny_rollout import Batches, Graded, Painter, collect, run_config, word
+from tiny_messages import holds, raising
+from tiny_rollout import Batches, Graded, Painter, bare_run, collect, word
+from tiny_run import run_config
 
 from rl.api.reward import Reward
 from rl.api.types import (
@@ -34,7 +35,6 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.judge.http import BackgroundLoop
-from rl.progress import PhaseTimer
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, episode_of
@@ -84,13 +84,17 @@ def context() -> Iterator[RolloutContext]:
         yield RolloutContext(run_config(), Speller(), Painter(), {"level": Level()}, True, loop)
 
 
-def sampled(*completions: Completion, seed: int = 51, bare: Completion | None = None) -> Sampled:
-    prompt = Prompt(Sample("s", "do it"), (1, 2))
-    return Sampled([prompt], [completions], [seed], ["0/0"], [bare])
+def sampled(*completions: Completion, bare: Completion | None = None) -> Sampled:
+    return Sampled([Prompt(Sample("s", "do it"), (1, 2))], [completions], [51], ["0/0"], [bare])
 
 
-def roll(context: RolloutContext, *completions: Completion, seed: int = 51) -> list[Episode]:
-    return collect(context, sampled(*completions, seed=seed)).episodes[0]
+def two_groups(first: str, second: str) -> Sampled:
+    prompts = [Prompt(Sample(name, f"draw {name}"), (1, 2)) for name in "ab"]
+    return Sampled(prompts, [[word(first)], [word(second)]], [51, 52], ["0/0", "0/1"], [None, None])
+
+
+def roll(context: RolloutContext, *completions: Completion) -> list[Episode]:
+    return collect(context, sampled(*completions)).episodes[0]
 
 
 def test_a_completion_is_scored_or_fails_or_is_ungraded(context: RolloutContext) -> None:
@@ -122,8 +126,7 @@ def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(
 
 
 def test_a_renderer_that_exchanges_samples_stops_the_run(context: RolloutContext) -> None:
-    prompts = [Prompt(Sample(name, f"draw {name}"), (1, 2)) for name in "ab"]
-    two = Sampled(prompts, [[word("a")], [word("b")]], [51, 52], ["0/0", "0/1"], [None, None])
+    two = two_groups("a", "b")
     assert len(collect(context, two).episodes) == 2
     context.renderer.decode_sources = lambda samples: samples[::-1]
     with pytest.raises(
@@ -136,8 +139,7 @@ def test_a_renderer_that_exchanges_samples_stops_the_run(context: RolloutContext
 def test_an_episode_is_of_its_own_prompt(what: str) -> None:
     own, other = (Sample("s", instruction) for instruction in ("do it", "do that"))
     drawn, graded = (other, own) if what == "drawn" else (own, other)
-    picture = Picture(0, 0, drawn_of=drawn)
-    reading = Reading(picture, RewardInput(graded, "a", None))
+    reading = Reading(Picture(0, 0, drawn_of=drawn), RewardInput(graded, "a", None))
     arm = Arm(Prompt(own, (1,)), word("a"), Action("a", "a"), None, [reading])
     with pytest.raises(
         RuntimeError, match=f"'s' \\(do it\\) was {what} with the sample 's' \\(do that\\)"
@@ -146,8 +148,8 @@ def test_an_episode_is_of_its_own_prompt(what: str) -> None:
 
 
 def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) -> None:
-    context = replace(context, config=run_config(images_per_completion=3))
-    one, two = roll(context, word("a"), word("b"))
+    config = run_config(images_per_completion=3)
+    one, two = roll(replace(context, config=config), word("a"), word("b"))
     levels = [job.noise_seed % 256 / 255 for job in context.renderer.jobs]
     assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
     assert one.reward == pytest.approx(sum(levels[:3]) / 3)
@@ -164,12 +166,11 @@ def test_truncated_completions(
     context: RolloutContext, rule: str, reward: float, mask: tuple[bool, ...]
 ) -> None:
     config = run_config(algorithm={"truncated_completions": rule})
-    context = replace(context, config=config)
-    cut, _ = episodes = roll(context, word("ab", finish="length"), word("c"))
-    assert cut.reward == reward
+    words = word("ab", finish="length"), word("c")
+    episodes = roll(replace(context, config=config), *words)
+    assert episodes[0].reward == reward
     sequences = train_sequences(config, Speller(), 0, episodes, [0.5, -0.5])
-    assert sequences[0].loss_mask == (mask or (False, False))
-    assert sequences[1].loss_mask == (True,)
+    assert [s.loss_mask for s in sequences] == [mask or (False, False), (True,)]
 
 
 def test_forced_tokens_masked_tokens_and_ungraded_completions_do_not_train(
@@ -250,11 +251,8 @@ def weigh(
 def test_reward_metrics_against_hand_computed_values() -> None:
     config = run_config(algorithm={"advantage_scale": "none"})
     episodes_PG = [graded(0.0, 1.0), graded(0.5, None)]
-    bare_episodes = [graded(0.2)[0], None]
-    rollout = Rollout(episodes_PG, bare_episodes)
     assert weigh(config, 0, episodes_PG) == [[-0.5, 0.5], [0.0, None]]
-    metrics = rollout_metrics(rollout, Dist())
-    merged = metrics.merge([metrics.state()])
+    merged = Dist().reduce(rollout_metrics(Rollout(episodes_PG, [*graded(0.2), None]), Dist()))
     expected = {
         "reward/mean": 0.5,
         "reward/std": math.sqrt(pvariance([0, 1, 0.5])),
@@ -281,10 +279,9 @@ def test_a_control_run_shuffles_rewards_between_episodes() -> None:
     rewards = sorted(e.reward for row in episodes_PG for e in row)
     alone = Advantages(config, Speller(), 0, Dist()).add(0, episodes_PG[0])
     assert list(alone) == [], "shuffling needs all groups"
-    shuffled = [weigh(config, it, episodes_PG) for it in (0, 0, 1)]
-    assert shuffled[0] == shuffled[1] != shuffled[2], "a pure function of seed and iteration"
-    spread = max(shuffled[0][0]) - min(shuffled[0][0])
-    assert spread > 0.75, "rewards were moved between groups"
+    one, same, other = (weigh(config, it, episodes_PG) for it in (0, 0, 1))
+    assert one == same != other, "a pure function of seed and iteration"
+    assert max(one[0]) - min(one[0]) > 0.75, "rewards were moved between groups"
     assert rewards == sorted(e.reward for row in episodes_PG for e in row)
 
 
@@ -310,8 +307,7 @@ def test_batch_std_is_over_the_rewards_of_all_ranks() -> None:
 def test_a_stop_request_ends_a_long_rollout_at_once(
     context: RolloutContext, checks: int | None
 ) -> None:
-    asked: list[str] = []
-    ended: list[str] = []
+    asked, ended = list[str](), list[str]()
     checks_before_stop = iter(range(checks or 0))
 
     def should_stop() -> bool:
@@ -334,17 +330,17 @@ def test_a_stop_request_ends_a_long_rollout_at_once(
 
 def run_of(context: RolloutContext) -> Run:
     """A run with only the attributes that a rollout uses."""
-    run = Run.__new__(Run)
-    run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
-    watch = Watch(LEARNING)
-    run.checks = Checks(run.config, run.dist, [], Mock(), watch)
-    return run
+    checks = Checks(context.config, Dist(), [], Mock(), Watch(LEARNING))
+    return bare_run(config=context.config, context=context, checks=checks)
 
 
-def start(run: Run, *completions: str, iteration: int = 0) -> PendingStep:
-    batch = sampled(*(word(text) for text in completions))
+def started(run: Run, batch: Sampled) -> PendingStep:
     train_step = Batches(batch)
-    return PendingStep(iteration, run.render(batch, train_step), train_step)
+    return PendingStep(0, run.render(batch, train_step), train_step)
+
+
+def start(run: Run, *completions: str) -> PendingStep:
+    return started(run, sampled(*map(word, completions)))
 
 
 def test_a_judge_that_refuses_or_fails_too_often_stops_the_run(context: RolloutContext) -> None:
@@ -376,8 +372,6 @@ def test_a_run_that_is_asked_to_stop_collects_no_more_rollouts(
 
 def test_a_graded_group_is_learnt_from_before_the_last_one(context: RolloutContext) -> None:
     """The second group's judge does not answer before the first group has been accumulated."""
-    prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
-    batch = Sampled(prompts, [[word("ab")], [word("late")]], [51, 52], ["0/0", "0/1"], [None, None])
     accumulated: list[int] = []
     deadline = time.monotonic() + 120
 
@@ -388,9 +382,7 @@ def test_a_graded_group_is_learnt_from_before_the_last_one(context: RolloutConte
         return 0.5
 
     run = run_of(replace(context, rewards={"level": Graded(waits)}))
-    train_step = Batches(batch)
-    pending = PendingStep(0, run.render(batch, train_step), train_step)
-    for group in run.graded_groups(pending):
+    for group in run.graded_groups(started(run, two_groups("ab", "late"))):
         accumulated.append(group.p)
     assert accumulated == [0, 1]
 
@@ -456,14 +448,11 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run_with_its_traceback(
 ) -> None:
     run = run_of(replace(context, rewards={"level": Level(), "mine": Graded(raises)}))
     list(run.graded_groups(start(run, "ra", "ab")))
-    with pytest.raises(TooManyFailuresError) as error:
+    parts = "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
+    with raising(TooManyFailuresError, parts):
         list(run.graded_groups(start(run, "ra", "rb")))
-    assert holds(
-        error.value, "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
-    )
 
 
-GREY = Image.new("L", (8, 8))
 RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
 
 
@@ -471,7 +460,7 @@ RED, EMPTY = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (0, 8))
     ("drawn", "part"),
     [
         ([(0, None)], "(0, None) (tuple)"),
-        ([(0, GREY)], "mode=L"),
+        ([(0, Image.new("L", (8, 8)))], "mode=L"),
         ([(0, EMPTY)], "size=0x8"),
         ([(0, "a picture")], "'a picture'"),
         ([RED], "mode=RGB size=8x8"),
@@ -485,12 +474,11 @@ def test_what_a_renderer_may_not_yield_ends_the_run_with_a_sentence(
     context: RolloutContext, drawn: list[Any] | None, part: str
 ) -> None:
     """`drawn` None: the renderer takes no job."""
-    painter = Painter()
-    painter.render = lambda jobs: iter([]) if drawn is None else [*jobs] and iter(drawn)  # type: ignore[method-assign]
+    taken = () if drawn is None else drawn
+    context.renderer.render = lambda jobs: (drawn is None or [*jobs]) and iter(taken)
     with pytest.raises((TypeError, ValueError)) as error:
-        roll(replace(context, renderer=painter), word("a"))
-    text = signals.sentence(error.value)
-    assert text is not None and holds(text, f"renderer: r yields ... {part}")
+        roll(context, word("a"))
+    assert holds(signals.sentence(error.value), f"renderer: none yields ... {part}")
 
 
 class SpoilsGroups(Reward):
@@ -529,10 +517,8 @@ def test_a_plugin_that_changes_its_input_does_not_affect_other_plugins(
         return 1.0
 
     white = [Image.new("RGB", (8, 8), "white") for _ in range(3)]
-    hidden = {"mask": [white[2]]}
-    [prompt] = sampled().prompts
-    sample = replace(prompt.sample, sources=(white[0],), target=white[1], hidden=hidden)
-    batch = replace(sampled(word("a"), word("b")), prompts=[replace(prompt, sample=sample)])
+    sample = Sample("s", "x", (white[0],), target=white[1], hidden={"mask": [white[2]]})
+    batch = replace(sampled(word("a"), word("b")), prompts=[Prompt(sample, (1, 2))])
     group = SpoilsGroups(None, None)
     rewards = {"group": group, "one": Graded(group.spoil), "sees": Graded(sees)}
     episodes = collect(replace(context, rewards=rewards, renderer=OneCanvas()), batch).episodes[0]
@@ -575,8 +561,7 @@ def test_a_reward_may_score_a_group_at_once(context: RolloutContext) -> None:
 
 
 def test_each_rendering_noise_is_scored_as_its_own_group(context: RolloutContext) -> None:
-    longest = Longest()
-    config = run_config(images_per_completion=2)
+    longest, config = Longest(), run_config(images_per_completion=2)
     mine = replace(context, config=config, rewards={"longest": longest})
     one, two = roll(mine, word("ab"), word("a"))
     assert longest.groups == [["ab", "a"]] * 2

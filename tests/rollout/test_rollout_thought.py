@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
-from PIL import Image
-from tiny_rollout import Painter, collect, run_config, word
+from tiny_rollout import Graded, Painter, collect, word
+from tiny_run import run_config
 
 from rl.algorithm.metrics import Metrics
 from rl.api.reward import Reward
@@ -23,6 +24,7 @@ from rl.api.types import (
 )
 from rl.judge.http import BackgroundLoop
 from rl.learner.train_step import pack_groups
+from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, train_sequences
 from rl.run.episode_metrics import add_thought
 
@@ -50,18 +52,10 @@ class Thinker:
         return [True] * len(completion.token_ids)
 
 
-class Seen(Reward):
+class Seen(Graded):
     """Grades only the picture."""
 
     reads_thoughts = False
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-
-    async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        self.num_asked += 1
-        assert isinstance(reward_input.image, Image.Image)
-        return RewardOutput(0.5)
 
 
 class Brief(Reward):
@@ -77,7 +71,7 @@ class Brief(Reward):
 
 @pytest.fixture
 def context() -> Iterator[RolloutContext]:
-    rewards = {"seen": Seen(), "brief": Brief()}
+    rewards = {"seen": Seen(Mock(return_value=0.5)), "brief": Brief()}
     with BackgroundLoop() as loop:
         yield RolloutContext(run_config(), Thinker(), Painter(), rewards, True, loop)
 
@@ -103,7 +97,8 @@ def test_equal_words_are_drawn_once_and_graded_with_each_thought(context: Rollou
     [bare] = rollout.bare_episodes
     assert [job.payload for job in context.renderer.jobs] == ["c", "d"]
     assert one.image is two.image is bare.image and one.image is not other.image
-    assert context.rewards["seen"].num_asked == 2, "a reward of pictures grades each picture once"
+    seen = context.rewards["seen"].grade
+    assert seen.call_count == 2, "a reward of pictures grades each picture once"
     assert sorted(context.rewards["brief"].graded) == [
         ("abzc", "abz", "c"), ("azc", "az", "c"), ("azd", "az", "d"), ("c", "", "c"),
     ]  # fmt: skip
@@ -126,8 +121,7 @@ def test_a_group_reward_gets_equal_words_once_unless_it_reads_thoughts(
             return [number / len(inputs_G) for number in range(len(inputs_G))]
 
     groups: list[list[tuple[str, str]]] = []
-    rewards = {"ranked": Ranked(None, None), "brief": Brief()}
-    rollout = roll(replace(context, rewards=rewards))
+    rollout = roll(replace(context, rewards={"ranked": Ranked(None, None), "brief": Brief()}))
     [group] = groups
     values = [e.parts["ranked"] for e in (*rollout.episodes[0][:3], *rollout.bare_episodes)]
     if reads:
@@ -142,7 +136,7 @@ def test_lengths_of_thoughts_and_unfinished_thoughts_are_logged(context: Rollout
     metrics = Metrics()
     for episode in roll(context).episodes[0]:
         add_thought(metrics, "eval/", episode)
-    assert metrics.merge([metrics.state()]) == {
+    assert Dist().reduce(metrics) == {
         "eval/thought/tokens_mean": (2 + 3 + 2 + 3) / 4,
         "eval/thought/tokens_max": 3,
         "eval/thought/unfinished": 0.25,
@@ -169,8 +163,9 @@ def test_a_thought_that_is_cut_off_is_a_failure_with_every_rule(
 
 def test_the_bare_arm_follows_the_prompt_without_a_thought() -> None:
     prompt = thinking_prompt()
-    [whole] = pack_groups([prompt], [[(5,), (6,), (7,)]], 100, num_sampled_P=[2])
+    [whole], cut = (
+        pack_groups([prompt], [[(5,), (6,), (7,)]], most, num_sampled_P=[2]) for most in (100, 6)
+    )
     assert [p for p, _ in whole.rows] == [prompt, prompt, prompt.plain]
     assert whole.num_tokens == 3 + 2 + 3, "both prompts are read"
-    cut = pack_groups([prompt], [[(5,), (6,), (7,)]], 6, num_sampled_P=[2])
     assert [m.num_tokens for m in cut] == [5, 3]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_run import episode
 
 from rl.algorithm.metrics import Metrics
@@ -20,26 +21,23 @@ RIGHT = episode(reward=0.95)
 OTHER_PICTURE = {"image": Image.new("RGB", (48, 32), (254, 0, 0))}
 
 
-def policy(**changes: Any) -> Episode:
-    return replace(RIGHT, **changes)
+policy = partial(replace, RIGHT)
 
 
 def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> dict[str, float]:
     arms_P = [{"the policy": arm, "bare": None, "right": RIGHT} for arm in arms]
     check_equal_words(metrics := Metrics(), arms_P, images, at_start, Dist())
-    return Metrics.merge([metrics.state()])
+    return Dist().reduce(metrics)
 
 
 def test_different_scores_for_equal_pictures_stop_the_run_at_its_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
-    with pytest.raises(RuntimeError, match="unequal rewards") as error:
+    with raising(RuntimeError, f"unequal rewards ... {parts}"):
         check([policy(), policy(reward=0.143)])
-    assert holds(error.value, parts)
-    check([policy(), policy(reward=0.6)])
-    noise = capsys.readouterr().err
-    assert holds(noise, "equal pictures ... grades one picture differently"), "a random reward"
+    check([policy(), policy(reward=0.6)])  # a random reward
+    assert holds(capsys.readouterr().err, "equal pictures ... grades one picture differently")
     check([policy(), policy(reward=0.143)], at_start=False)
     assert holds(capsys.readouterr().err, parts), "after the start it is a warning"
 
@@ -86,16 +84,12 @@ def test_the_judges_noise_is_measured_on_pictures_that_are_not_bit_equal() -> No
     rewards = (0.95, 0.75, 0.85)
     # The differences to 0.95 are 0, 0.2 and 0.1; each is of two gradings, with twice the variance.
     expected = ((0.2**2 + 0.1**2) / 3 / 2) ** 0.5
-    found = check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
-    levels = pytest.approx(1 / 3)  # one level of one of three channels, in every pair
-    assert found == {
-        "eval/equal_words_std": pytest.approx(expected), "eval/equal_words_levels": levels
-    }  # fmt: skip
-    asked_once = check([policy()])
-    assert asked_once == {"eval/equal_words_levels": 0.0}, "of equal pictures"
-
-
-OTHER_WORDS = replace(RIGHT.completion, token_ids=(8, 9))
+    assert check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards]) == {
+        "eval/equal_words_std": pytest.approx(expected),
+        # One level of one of three channels, in every pair.
+        "eval/equal_words_levels": pytest.approx(1 / 3),
+    }
+    assert check([policy()]) == {"eval/equal_words_levels": 0.0}, "of equal pictures"
 
 
 def grey(level: int) -> dict[str, Any]:
@@ -117,11 +111,11 @@ def test_equal_words_draw_equal_pictures_along_all_paths(
 ) -> None:
     arms = {
         POLICY: policy(**grey(10)),
-        BARE: bare and policy(completion=OTHER_WORDS, **grey(bare)),
+        BARE: bare and policy(completion=replace(RIGHT.completion, token_ids=(8,)), **grey(bare)),
         "alone": policy(**grey(alone)),
     }
     check_equal_words(metrics := Metrics(), [arms] * 2, 1, True, Dist())
-    found = Metrics.merge([metrics.state()])
+    found = Dist().reduce(metrics)
     # In the last case the words of the policy have the picture of other words.
     assert found["eval/equal_words_levels"] == alone - 10 and all(map(doc_of, found))
     stderr = capsys.readouterr().err

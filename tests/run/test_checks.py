@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_messages import holds
+from tiny_messages import raising
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
@@ -22,9 +22,8 @@ from rl.run.checks import Checks, TooManyFailuresError, require_grades
 
 
 def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
-    config = run_config(**changes)
     plugin_metrics = MagicMock(take=lambda reported: Metrics())
-    return Checks(config, Dist(), held_out or [], plugin_metrics, Watch(LEARNING))
+    return Checks(run_config(**changes), Dist(), held_out or [], plugin_metrics, Watch(LEARNING))
 
 
 def rollout_of(num_drawn: int, num_lost: int = 0) -> Rollout:
@@ -52,17 +51,15 @@ def test_a_renderer_that_keeps_failing_stops_the_run(
 ) -> None:
     checks = make_checks(max_render_failure_rate=limit)
     *before, last = iterations
-    for iteration in before if figures else iterations:
+    for iteration in before:
         checks.check_failures(rollout_of(*iteration))
-    if figures:
-        with pytest.raises(TooManyFailuresError) as error:
-            checks.check_failures(rollout_of(*last))
-        assert holds(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
+    parts = figures and f"{figures} ... RuntimeError ... max_render_failure_rate"
+    with raising(TooManyFailuresError, parts):
+        checks.check_failures(rollout_of(*last))
 
 
 def test_the_share_of_failed_renders_is_logged() -> None:
-    metrics = Dist().reduce(make_checks().metrics(rollout_of(3, 1)))
-    assert metrics["pictures/not_drawn"] == 0.25
+    assert Dist().reduce(make_checks().metrics(rollout_of(3, 1)))["pictures/not_drawn"] == 0.25
     assert "pictures/not_drawn" not in Dist().reduce(make_checks().metrics(rollout_of(0)))
 
 
@@ -122,10 +119,6 @@ def test_an_evaluation_without_most_grades_is_not_finished(
         status=Status.UNGRADED, reward=None, failure=failure, unreadable="unreadable" in failure
     )
     context = SimpleNamespace(config=run_config(), compares_pictures=NO_VALUE in failure)
-    episodes = [*[lost] * num_lost, episode()]
-    if is_finished:
-        require_grades(context, episodes, Dist())
-    else:
-        with pytest.raises(TooManyFailuresError) as error:
-            require_grades(context, episodes, Dist())
-        assert holds(error.value, f"2 of 3 ... evaluation ... {failure[:20]} ... repeats this")
+    parts = f"2 of 3 ... evaluation ... {failure[:20]} ... repeats this"
+    with raising(TooManyFailuresError, "" if is_finished else parts):
+        require_grades(context, [*[lost] * num_lost, episode()], Dist())

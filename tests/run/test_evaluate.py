@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tiny_loop import rows_of
 from tiny_messages import holds
 from tiny_ranks import run_ranks
-from tiny_rollout import Graded
-from tiny_run import Writes, run_config
+from tiny_rollout import Graded, Painter
+from tiny_run import run_config, writes
 
-from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import PolicyConfig
-from rl.api.renderer import Renderer
 from rl.api.types import (
     Action,
     Completion,
@@ -41,16 +38,7 @@ from rl.run.evaluation import evaluate
 from rl.run.metric_table import doc_of
 
 Grades = Callable[[RewardInput], float | RewardOutput]
-ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
-
-
-class Blank(Renderer):
-    """Draws the same picture for every job."""
-
-    accepts = "text"
-
-    def render(self, jobs):
-        return ((number, Image.new("RGB", (4, 4))) for number, _ in enumerate(jobs))
+ENGINE = writes(Completion((2,), (-0.5,), "stop"))
 
 
 class Gathering:
@@ -112,20 +100,21 @@ def held_out_run(num_samples: int, folder: str) -> dict[bool, dict[str, float]]:
     metrics_of = {}
     for reads_states in (False, True):
         policy = Gathering(dist, reads_states)
-        metrics = evaluate_samples(policy, num_samples, Path(folder, str(reads_states)), dist)
+        own = Path(folder, str(reads_states))
+        metrics = evaluate_samples(num_samples, own, policy=policy, dist=dist)
         metrics_of[reads_states] = {"forwards": policy.num_forwards, **metrics}
     dist.close()
     return metrics_of
 
 
 def evaluate_samples(
-    policy: Gathering,
     num_samples: int,
     folder: Path,
-    dist: Dist,
     iteration: int = 0,
     second: Grades | None = None,
-    grade: Grades = lambda evidence: fixed(evidence),
+    grade: Grades = fixed,
+    policy: Gathering | None = None,
+    dist: Dist = Dist(),  # noqa: B008
 ) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores a reference.
     samples = [
@@ -135,20 +124,18 @@ def evaluate_samples(
     weights = {"weights": {"judge": 1.0}}
     config = run_config(optimizer={"max_tokens_per_micro_batch": 3}, final_reward=weights)
     with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
-        renderer, rewards = Blank(PluginConfig(), Resources(None, "cpu")), {"judge": Graded(grade)}
-        others = {} if second is None else {"second": Graded(second)}
-        context = RolloutContext(config, policy, renderer, rewards, True, loop, others)
-        timer = PhaseTimer()
-        metrics = evaluate(context, ENGINE, samples, iteration, folder, dist, timer, writer)
-    return dist.reduce(metrics)
+        rewards = {"judge": Graded(grade)}, {"second": Graded(second)} if second else {}
+        policy = policy or Gathering(dist)
+        context = RolloutContext(config, policy, Painter(), rewards[0], True, loop, rewards[1])
+        arguments = (context, ENGINE, samples, iteration, folder, dist, PhaseTimer(), writer)
+        return dist.reduce(evaluate(*arguments))
 
 
 def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path) -> None:
-    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist())
-    config = run_config()
-    assert config.evaluation.temperature != config.sampling.temperature
-    assert ENGINE.params.temperature == config.evaluation.temperature
-    assert (ENGINE.params.top_p, ENGINE.params.num_completions) == (1.0, 1)
+    evaluate_samples(1, tmp_path)
+    config, (_, params, _) = run_config(), ENGINE.generate.call_args.args
+    assert params.temperature == config.evaluation.temperature != config.sampling.temperature
+    assert (params.top_p, params.num_completions) == (1.0, 1)
 
 
 @pytest.mark.slow
@@ -180,8 +167,7 @@ def test_a_resumed_run_finds_a_second_reward_as_far_behind_as_its_records_say(
     Nothing but the records passes from one evaluation to the next, as after a resume."""
 
     def measured(iteration: int, grade: Grades) -> dict[str, float]:
-        policy, dist, second = Gathering(Dist()), Dist(), by_number(0.2, 0.3)
-        metrics = evaluate_samples(policy, 16, tmp_path, dist, iteration, second, grade)
+        metrics = evaluate_samples(16, tmp_path, iteration, by_number(0.2, 0.3), grade)
         return {
             name: value
             for name, value in metrics.items()
@@ -221,11 +207,12 @@ def test_unreadable_replies_give_the_held_out_mean_bounds(
         is_lost = evidence.sample.id == "3" and evidence.text != "as it is"
         return RewardOutput(None, failure=failure) if is_lost else fixed(evidence)
 
-    found = evaluate_samples(Gathering(Dist()), 4, tmp_path, Dist(), grade=grade)
+    found = evaluate_samples(4, tmp_path, grade=grade)
     assert found["eval/reward"] == pytest.approx(1.75 / 3) and found["eval/ungraded"] == 0.25
     assert found["eval/unreadable"] == (0.25 if bounds else 0.0)
-    assert {name: found.get(f"eval/{name}") for name in bounds} == pytest.approx(bounds)
-    assert bool(bounds) == ("eval/reward_low" in found)
+    names = ("reward_low", "reward_high")
+    given = {name: found[f"eval/{name}"] for name in names if f"eval/{name}" in found}
+    assert given == pytest.approx(bounds)
 
 
 @pytest.mark.parametrize("fails", ["refuses", "is unreadable"])
@@ -237,7 +224,7 @@ def test_a_failing_second_judge_is_reported_and_stops_nothing(
             raise JudgeRefused("wrong key")
         return RewardOutput(None, failure="no score") if evidence.sample.id == "1" else 0.5
 
-    found = evaluate_samples(Gathering(Dist()), 2, tmp_path, Dist(), second=second)
+    found = evaluate_samples(2, tmp_path, second=second)
     assert found["eval/reward"] == 0.5 and found["eval/part/second"] == 0.5
     assert found["eval/ungraded"] == 0.0 and found["eval/ungraded/second"] == 0.5
     cause = "wrong key" if fails == "refuses" else "no score"
@@ -249,15 +236,14 @@ def test_an_evaluation_whose_judge_went_down_records_nothing_and_is_repeated(
     num_answered: int, tmp_path: Path
 ) -> None:
     asked, lost = count(), RewardOutput(None, failure="outage: no answer")
-    policy, dist = Gathering(Dist()), Dist()
     with pytest.raises(TooManyFailuresError, match="evaluation could not be graded"):
         evaluate_samples(
-            *(policy, 4, tmp_path / "twice", dist),
+            4,
+            tmp_path / "twice",
             grade=lambda evidence: fixed(evidence) if next(asked) < num_answered else lost,
         )
     assert not list(tmp_path.rglob("*.jsonl"))
-    once, again = (evaluate_samples(policy, 4, tmp_path / n, dist) for n in ("once", "twice"))
-    assert once == again
+    assert evaluate_samples(4, tmp_path / "once") == evaluate_samples(4, tmp_path / "twice")
     for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
         assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "twice" / file).read_bytes()
 
@@ -266,7 +252,9 @@ def test_one_picture_on_which_the_judge_always_fails_ends_no_evaluation(tmp_path
     lost = RewardOutput(None, failure="http_500: bad")
     for iteration in range(2):
         found = evaluate_samples(
-            *(Gathering(Dist()), 4, tmp_path, Dist(), iteration),
+            4,
+            tmp_path,
+            iteration,
             grade=lambda evidence: lost if evidence.sample.id == "3" else fixed(evidence),
         )
         assert found["eval/ungraded"] == found["eval/stock_ungraded"] == 0.25

@@ -19,6 +19,7 @@ from tiny_waits import wait_for
 
 from rl import printing
 from rl.config.schema import TrackingConfig
+from rl.files import write_atomically
 from rl.printing import environment_without, hide, scrub
 from rl.run import follower
 from rl.run.follower import LOCK, LOG, WANDB_KEY, Follower, wait_for_last_rows
@@ -55,18 +56,17 @@ def nothing_left() -> Iterator[None]:
 def of(folder: Path, is_main: bool = True, **tracking: Any) -> Follower:
     config = TrackingConfig.model_validate({"page": True, **tracking})
     STARTED.append(Follower(folder / "run", config, is_main))
+    STARTED[-1].start()
     return STARTED[-1]
 
 
 def calls(folder: Path) -> list[str]:
-    path = folder / "calls"
-    return path.read_text().split("\n")[:-1] if path.exists() else []
+    return [line for path in folder.glob("calls") for line in path.read_text().split("\n")[:-1]]
 
 
 @pytest.mark.parametrize(("failed", "word"), [(False, "ended"), (True, "failed")])
 def test_the_follower_is_told_how_the_run_has_ended(fake: Path, failed: bool, word: str) -> None:
     started = of(fake)
-    started.start()
     wait_for(lambda: calls(fake))
     started.close(failed)
     wait_for((fake / "stdin").exists)
@@ -91,7 +91,6 @@ def test_a_run_that_is_killed_leaves_a_follower_that_ends(fake: Path, tmp_path: 
 
 def test_only_the_first_rank_of_a_run_that_is_shown_starts_one(fake: Path) -> None:
     for started in (of(fake, is_main=False), of(fake, page=False)):
-        started.start()
         started.look()
         started.close(failed=False)
     assert calls(fake) == []
@@ -101,7 +100,6 @@ def test_what_the_follower_says_is_printed_once(
     fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = of(fake)
-    started.start()
     wait_for(lambda: "http" in (fake / "run" / LOG).read_text())
     started.look()
     started.look()
@@ -114,10 +112,8 @@ def test_what_the_follower_says_is_printed_once(
 def test_ranks_without_a_follower_print_nothing(
     fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = of(fake, is_main=False)
-    (fake / "run/logs").mkdir(parents=True)
-    (fake / "run" / LOG).write_text("WARNING: no key\n")
-    other.look()
+    write_atomically(fake / "run" / LOG, "WARNING: no key\n")
+    of(fake, is_main=False).look()
     assert capsys.readouterr().err == ""
 
 
@@ -125,9 +121,7 @@ def test_a_line_written_between_the_end_and_the_wait_is_printed(
     fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A judge that the run started ends in between, which takes seconds."""
-    started = of(fake)
-    started.start()
-    started.close(failed=False)
+    of(fake).close(failed=False)
     wait_for((fake / "stdin").exists)
     wait_for_last_rows(fake / "run", lambda: False)
     assert capsys.readouterr().err.count("WARNING: no key\n") == 1
@@ -142,7 +136,6 @@ def test_a_log_that_cannot_be_read_does_not_stop_the_run(
     (tmp_path / "run/logs").mkdir(parents=True)
     make(tmp_path / "run" / LOG)
     started = of(tmp_path)
-    started.start()
     started.look()
     started.close(failed=False)
     wait_for_last_rows(tmp_path / "run", lambda: False)
@@ -154,8 +147,6 @@ def test_a_follower_that_ends_early_is_a_warning_with_the_command(
 ) -> None:
     (fake / "code").write_text("3")
     started = of(fake)
-    started.start()
-    assert started._process is not None
     started._process.wait()
     started.look()
     started.look()
@@ -169,7 +160,6 @@ def test_a_follower_that_cannot_start_is_a_warning(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     started = of(tmp_path)
-    started.start()
     started.look()
     started.close(failed=False)
     assert holds(capsys.readouterr().err, "WARNING ... cannot be started ... No such file")
@@ -193,9 +183,7 @@ def test_keys_reach_the_follower_that_needs_them_and_nothing_else(
     ):
         (fake / "environment").unlink(missing_ok=True)
         started = of(fake, **tracking)
-        started.start()
         started.close(failed=False)
-        assert started._process is not None
         started._process.wait()
         names = (fake / "environment").read_text()
         assert (f"{WANDB_KEY}={KEY}" in names) == ("WANDB_BASE_URL=" in names) == has_key
@@ -230,7 +218,6 @@ def test_a_real_follower_writes_the_page_and_ends_after_the_run(
 ) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     started = of(tmp_path)
-    started.start()
     wait_for((run_dir / LOCK.format("page")).exists)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a batch system sends them to every process
         wait_for((run_dir / "report/index.html").exists)

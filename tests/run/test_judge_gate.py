@@ -21,6 +21,7 @@ from rl.check import check_report, trials
 from rl.check.trials import judge_passed
 from rl.config.schema import load_config
 from rl.console import Console
+from rl.files import write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError
 from rl.ranks import signals
@@ -39,9 +40,8 @@ class Mine(VieScore):
 """
 
 
-def overrides(folder: Path) -> list[str]:
-    """So few cases suffice for this line."""
-    return [f"base_exp_dir={folder}", "judge.max_attempts=1", "judge.audit_min_auroc=0.5"]
+FEW = ("base_exp_dir=.", "judge.max_attempts=1", "judge.audit_min_auroc=0.5")
+"""So few cases suffice for this line; each test runs in its own folder."""
 
 
 @contextmanager
@@ -50,12 +50,11 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
     with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
 
         def passes(*changes: str, key: str = "judge") -> bool | None:
-            config = load_config("configs/quickstart.jsonnet", [*overrides(folder), *changes])
-            resolved = build.resolve(config)
+            resolved = build.resolve(load_config("configs/quickstart.jsonnet", [*FEW, *changes]))
             client = JudgeClient(resolved.by_judge[key].config.judge, judge.api_base)
             try:
-                log = folder / "judge_0.log"
-                return judge_passed(resolved, key, client, log, Dist(), loop, Console(True))
+                arguments = (client, folder / "judge_0.log", Dist(), loop, Console(True))
+                return judge_passed(resolved, key, *arguments)
             finally:
                 loop.submit(client.aclose()).result()
 
@@ -82,8 +81,8 @@ def test_required_audits_an_unknown_judge_once(
         judge.sound = None  # type: ignore[assignment, method-assign] # a further question would fail
         assert passes() is True
         assert passes("judge.audit=warn") is True
-        printed = capsys.readouterr()
-        assert "passed its audit" in printed.out and printed.err == ""
+        out, err = capsys.readouterr()
+        assert "passed its audit" in out and err == ""
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
         assert passes("judge.audit=warn") is False
         assert "failed its audit" in capsys.readouterr().err
         assert passes("judge.audit_min_auroc=0")
-    config = load_config("configs/quickstart.jsonnet", overrides(tmp_path))
+    config = load_config("configs/quickstart.jsonnet", FEW)
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
     file = tmp_path / trials.FILE
@@ -127,14 +126,14 @@ def test_a_judge_of_its_own_is_audited_with_its_own_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a reward of the working folder; the judge's key is in the environment."""
-    (tmp_path / "audited_here").mkdir()
-    (tmp_path / "audited_here/mine.py").write_text(MINE)
+    write_atomically(tmp_path / "audited_here/mine.py", MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KEY_OF_THE_SECOND", "a-key-of-some-length")
-    own = "{model: 'tiny-world-judge', revision: 'b', audit: 'required', audit_min_auroc: 0.5, "
-    own += "audit_set: 'data', api_key_env: 'KEY_OF_THE_SECOND'}"
-    second = f"rewards.second={{type: 'audited_here.mine', judge: {own}}}"
+    second = (
+        "rewards.second={type: 'audited_here.mine', judge: {model: 'tiny-world-judge', "
+        "revision: 'b', audit: 'required', audit_min_auroc: 0.5, audit_set: 'data', "
+        "api_key_env: 'KEY_OF_THE_SECOND'}}"
+    )
     with gate(tmp_path, "sound") as (_, passes):
         assert passes(second, key="rewards.second.judge") is True
     [entry] = json.loads((tmp_path / trials.FILE).read_text()).values()

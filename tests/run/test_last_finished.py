@@ -9,11 +9,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from tiny_checkpoints import checkpoints_in
 from tiny_run import run_config
 
-from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
-from rl.record.checkpoint import Checkpoints
 from rl.run import saving
 from rl.run.saving import LastFinished, save_before_leaving
 
@@ -41,8 +40,7 @@ def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     last = LastFinished(learner, MagicMock(), run_config().model_dump(mode="json"), Dist())
     last.note(3, {})
     vars(learner).update(changes)
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), Dist())
-    save_before_leaving(last, checkpoints, Dist(), RuntimeError("injected"))
+    save_before_leaving(last, checkpoints_in(tmp_path), Dist(), RuntimeError("injected"))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == saved
     message = (
         "the iterations after 0, up to 3, are lost (a later update began); newest checkpoint: none"

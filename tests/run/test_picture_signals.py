@@ -72,7 +72,7 @@ def test_the_correlation_equals_that_of_the_deviations_from_group_means() -> Non
 def metrics_of(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     metrics = Metrics()
     add_signals(metrics, groups, Dist())
-    return Metrics.merge([metrics.state()])
+    return Dist().reduce(metrics)
 
 
 def member(length: int, reward: float | None, sample: Sample = SAMPLE, **more: object) -> Episode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +10,14 @@ from unittest.mock import MagicMock
 
 import pytest
 import tiny_config
+from tiny_loop import rows_of
 from tiny_messages import holds
 
 from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.api.plugin import Resources
-from rl.config.schema import load_config
 from rl.console import Console
+from rl.files import write_atomically
 from rl.pool import pooled_renderer
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
@@ -88,49 +88,38 @@ class Plugins:
         return PluginMetrics(renderer, [(reward, self.reward), (source, self.rows)], dist)
 
 
-def write_config(folder: Path) -> Path:
-    (folder / "outsider").mkdir()
-    (folder / "outsider" / "plugins.py").write_text(PLUGINS)
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugins:
+    write_atomically(tmp_path / "outsider/plugins.py", PLUGINS)
     changes = {
         "renderer": {"type": "outsider.plugins.Brush"},
         "rewards": {"mine": {"type": "outsider.plugins.Careful"}},
         "data": {"train": [{"type": "outsider.plugins.Rows"}]},
     }
-    return tiny_config.write(folder, tiny_config.nothing(folder, **changes))
-
-
-def make(config: Path) -> Plugins:
-    sys.path.insert(0, str(config.parent))
+    monkeypatch.syspath_prepend(tmp_path)
     for name in ("outsider", "outsider.plugins"):
         sys.modules.pop(name, None)
-    resolved = build.resolve(load_config(config))
+    resolved = build.resolve(tiny_config.validated(tiny_config.nothing(tmp_path, **changes)))
     [reward], [rows] = resolved.rewards.values(), build.build_data(resolved, resolved.train)
     rows.take_metrics()  # building read the first row
     return Plugins(resolved, reward.cls(reward.config, Resources(None, "cpu")), rows)
 
 
-@pytest.fixture
-def plugins(tmp_path: Path) -> Plugins:
-    return make(write_config(tmp_path))
-
-
 def taken(plugin_metrics: PluginMetrics, **renderer_metrics: Any) -> dict[str, float]:
-    return Metrics.merge([plugin_metrics.take(renderer_metrics).state()])
+    return Dist().reduce(plugin_metrics.take(renderer_metrics))
 
 
 def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: Path) -> None:
     config, dist, run_dir = plugins.resolved.config, Dist(), tmp_path / "run"
-    record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
-    watch = Watch(LEARNING)
-    checks = Checks(config, dist, [], plugins.metrics(dist), watch)
-    recording = Recording(Console(True), record, mock, writer, 3)
+    record, mock = RunRecord(run_dir, config, dist), MagicMock()
+    checks = Checks(config, dist, [], plugins.metrics(dist), Watch(LEARNING))
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = dist.reduce(checks.metrics(Rollout([], [], {"strokes": 12.0})))
     checks.check_line(line)
-    recording.write_line(1, line)
-    writer.flush()
-    line = json.loads((run_dir / "metrics.jsonl").read_text())
+    with BackgroundWriter(run_dir) as writer:
+        Recording(Console(True), record, mock, writer, 3).write_line(1, line)
+    [line] = rows_of(run_dir / "metrics.jsonl")
     assert [line[name] for name in NAMES] == [12.0, 0.5, 1.5]
 
 

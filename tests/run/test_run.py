@@ -5,26 +5,26 @@ from __future__ import annotations
 import errno
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from tiny_run import episode, run_config
+from tiny_rollout import bare_run
+from tiny_run import SAMPLE, episode, run_config
 
 import rl.train as train
 from rl.algorithm.metrics import Metrics
-from rl.api.types import Status
+from rl.api.types import Prompt, Status
 from rl.judge.client import JudgeStats
-from rl.progress import PhaseTimer
 from rl.ranks.dist import Dist
+from rl.record.checkpoint import Loaded
 from rl.record.run_record import BackgroundWriter
 from rl.rollout.stream import GradedGroup
 from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks
-from rl.run.run import PendingStep, Recording, Run
+from rl.run.run import PendingStep, Recording
 from rl.run.saving import Checkpointing
 from rl.run.set_up import _restore
 
@@ -67,27 +67,17 @@ def test_an_iteration_is_freed_before_the_next_is_rolled_out(monkeypatch) -> Non
 
     monkeypatch.setattr(train, "roll_out", roll_out)
     monkeypatch.setattr(train, "learn_from", lambda run, pending: None)
-    run = Run.__new__(Run)
-    run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
-    run.timer = run.recording = MagicMock()
-    run.metrics_line_missing = False
-    monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
-    train.train(run)
+    line = {"recording": MagicMock(), "metrics_line_missing": False}
+    train.train(bare_run(start=1, num_iterations=4, sync_engine=Metrics, **line))
     assert len(pending_steps) == 3
 
 
 def test_each_cause_of_ungraded_episodes_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The run continues without these episodes, so the log must say why."""
-    run = Run.__new__(Run)
-    run.config, run.dist = run_config(), Dist()
-    run.timer = run.context = MagicMock()
-    watch = Watch(LEARNING)
-    run.checks = Checks(run.config, run.dist, [], MagicMock(), watch)
-    good = episode()
-    lost = replace(
-        good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"
-    )
-    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], num_drawn=9, render_failures=[])
+    checks = Checks(run_config(), Dist(), [], MagicMock(), Watch(LEARNING))
+    run = bare_run(context=MagicMock(), checks=checks)
+    lost = episode(status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'")
+    rollout = SimpleNamespace(episodes=[[episode()] * 9 + [lost]], num_drawn=9, render_failures=[])
     rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
     rollout.finished = lambda: rollout
     for iteration in range(2):
@@ -122,19 +112,14 @@ def test_a_checkpoint_is_saved_after_its_iteration_is_recorded(tmp_path: Path) -
 
 def test_a_resumed_run_restores_the_metrics_of_its_last_iteration() -> None:
     metrics = {"loss/total": 0.25}
-    loaded = SimpleNamespace(
-        iteration=3, tensors={}, meta={"learner": {}, "metrics": metrics}, rng=None
-    )
+    loaded = Loaded(3, {}, {"learner": {}, "metrics": metrics}, None)
     checkpoints, last_finished = MagicMock(load=lambda newest: loaded), MagicMock()
-    done = _restore(checkpoints, Path("step_000003"), MagicMock(), last_finished, MagicMock())
-    assert done == 3
+    assert _restore(checkpoints, Path("step"), MagicMock(), last_finished, MagicMock()) == 3
     last_finished.note.assert_called_once_with(3, metrics)
 
 
 def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_path: Path) -> None:
-    on_device = MagicMock()
-    full = episode()
-    full = replace(full, prompt=replace(full.prompt, model_inputs={"pixels": on_device}))
+    full = episode(prompt=Prompt(SAMPLE, (1,), model_inputs={"pixels": MagicMock()}))
     written: list[Any] = []
 
     def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any, *_: Any) -> None:
@@ -150,14 +135,9 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
 
 
 def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> None:
-    mock, record, writer = (
-        MagicMock(),
-        MagicMock(run_dir=Path("my runs/x")),
-        BackgroundWriter(tmp_path),
-    )
-    Recording(mock, record, mock, writer, 9).end()
-    said = "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n")
-    assert said == [
+    mock, record = MagicMock(), MagicMock(run_dir=Path("my runs/x"))
+    Recording(mock, record, mock, BackgroundWriter(tmp_path), 9).end()
+    assert "\n".join(call.args[0] for call in mock.say.call_args_list).split("\n") == [
         "page: 'my runs/x'/report/index.html",
         "what it learnt: rl report 'my runs/x'",
         "use it: rl edit --run 'my runs/x' ...",
@@ -170,12 +150,17 @@ def test_the_end_of_a_run_names_its_page_and_what_comes_next(tmp_path: Path) -> 
 )
 def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned: bool) -> None:
     """Where 0 to 10 was asked for."""
-    run = Run.__new__(Run)
-    run.config, run.dist, run.held_out, run.start = run_config(), Dist(), [], 0
-    run.recording = run.checks = MagicMock()
-    run.timer, run.checkpointing = PhaseTimer(), MagicMock(last_finished=MagicMock(metrics={}))
-    run.prompt_order, run.judge_passed, run.num_skipped_rows = MagicMock(num_replaced=0), None, 0
-    run.judges = {"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))}
+    run = bare_run(
+        held_out=[],
+        start=0,
+        recording=MagicMock(),
+        checks=MagicMock(),
+        checkpointing=MagicMock(last_finished=MagicMock(metrics={})),
+        prompt_order=MagicMock(num_replaced=0),
+        judge_passed=None,
+        num_skipped_rows=0,
+        judges={"judge": MagicMock(take_stats=lambda: JudgeStats(of_ten=scores))},
+    )
     for done in range(3):
         run.log(done, Metrics())
     assert capsys.readouterr().err.count("grade from 0 to 1") == is_warned

@@ -21,7 +21,7 @@ from PIL import Image
 from tiny_act import act_group
 from tiny_policy import move
 from tiny_rounding import PRODUCT_TOL
-from tiny_run import Writes, episode, run_config
+from tiny_run import episode, run_config, writes
 
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Prompt, RenderJob, RewardInput, RewardOutput, Sample
@@ -39,8 +39,6 @@ from rl.seeds import derive_seed
 pytestmark = pytest.mark.slow
 
 Make = Callable[..., RolloutContext]
-AREA_PX = 64 * 64
-WRITTEN = "make the square green"
 SAMPLES = [
     replace(tiny_qwen.sample(0), reference="blue"),
     tiny_qwen.sample(1, width=128),
@@ -81,23 +79,14 @@ def make_context(
     models: dict[str, str], loop: BackgroundLoop, guidance: float = 1.0, **section: Any
 ) -> RolloutContext:
     """`section`: keys of the policy's config."""
-    keys = {
-        "type": "qwen_image_edit",
-        "model_path": models["editor"],
-        "dtype": "float32",
-        "num_steps": 2,
-        "true_cfg_scale": guidance,
-        "output_area_px": AREA_PX,
-        "condition_area_px": AREA_PX,
-        "policy_image_area_px": AREA_PX,
-    }
+    keys = tiny_loop.config_of(models, Path())["renderer"] | {"true_cfg_scale": guidance}
     config = QwenImageEdit.Config(**keys)
     template = QwenImageEdit.prompt_template(config)
     policy = tiny_policy.make(models["policy"], negative_prompt=" ", template=template, **section)
     resources = Resources(None, "cpu")
     renderer, reward = Drawing(config, resources), Picky(PluginConfig(), resources)
-    run = run_config(renderer=keys)
-    return RolloutContext(run, policy, renderer, {"bright": reward}, True, loop)
+    rewards = {"bright": reward}
+    return RolloutContext(run_config(renderer=keys), policy, renderer, rewards, True, loop)
 
 
 @pytest.fixture
@@ -113,12 +102,10 @@ def context(make: Make) -> RolloutContext:
 
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
     """Makes an evaluation and returns its metrics."""
-    engine = Writes(context.policy.encode_completion(WRITTEN))
+    engine = writes(context.policy.encode_completion("make the square green"))
     with BackgroundWriter(run_dir) as writer:
-        metrics = evaluate(
-            context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer
-        )
-    return Dist().reduce(metrics)
+        arguments = (context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer)
+        return Dist().reduce(evaluate(*arguments))
 
 
 def test_the_stock_arms_are_the_pictures_of_the_stock_pipeline(
@@ -129,12 +116,10 @@ def test_the_stock_arms_are_the_pictures_of_the_stock_pipeline(
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     shrunk = stock_edit.calculate_dimensions
-    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(AREA_PX, ratio))
+    monkeypatch.setattr(stock_edit, "calculate_dimensions", lambda _, ratio: shrunk(64**2, ratio))
     parts = tiny_editor.make_stock(state_dim=tiny_loop.STATE_DIM)
-    processor = tiny_qwen.make_processor()
     encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
-    pipeline = tiny_editor.stock_pipeline(parts, processor=processor)
-
+    pipeline = tiny_editor.stock_pipeline(parts, processor=tiny_qwen.make_processor())
     context = make(guidance=4.0)
     move(context.policy)
     held_out(context, tmp_path, 0)
@@ -255,10 +240,8 @@ def test_the_stock_arm_is_measured_only_before_the_first_step(
 
 def test_the_stock_arm_of_a_text_policy_is_the_users_words(models: dict[str, str]) -> None:
     policy = tiny_policy.make(models["policy"], kind="text")
-    prompt = policy.build_prompt(SAMPLES[0])
-    assert policy.stock_arms(prompt) == {
-        "stock": (prompt, policy.pass_through_completion(SAMPLES[0]))
-    }
+    prompt, bare = policy.build_prompt(SAMPLES[0]), policy.pass_through_completion(SAMPLES[0])
+    assert policy.stock_arms(prompt) == {"stock": (prompt, bare)}
 
 
 def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_path: Path) -> None:
@@ -267,13 +250,13 @@ def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_p
     context = SimpleNamespace(policy=policy, config=run_config())
     samples_P = [Sample(name, "do") for name in "abc"]
     prompts_P = [Prompt(sample, (1,)) for sample in samples_P]
-    rewards_P = (0.25, None, 0.5)
-    drawn = {"policy": {}, "bare": {}}
-    for p, (prompt, reward) in enumerate(zip(prompts_P, rewards_P, strict=True)):
-        drawn["policy"][p] = episode(prompt=prompt, reward=reward)
+    written = [
+        episode(prompt=prompt, reward=reward)
+        for prompt, reward in zip(prompts_P, (0.25, None, 0.5), strict=True)
+    ]
+    drawn = {"policy": dict(enumerate(written)), "bare": {}}
     untrained = draw_untrained(context, prompts_P, drawn, Dist())
     with BackgroundWriter(tmp_path) as writer:
         write_untrained(tmp_path, untrained, Dist(), writer)
-    new = [*samples_P[1:], Sample("d", "do")]
-    found = untrained_rewards(tmp_path, new, Dist())
+    found = untrained_rewards(tmp_path, [*samples_P[1:], Sample("d", "do")], Dist())
     assert found == [{"stock": None}, {"stock": 0.5}, {}]

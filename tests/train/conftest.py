@@ -18,8 +18,4 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def uninterrupted(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of `tiny_loop.config_of` that nothing interrupted."""
-
-    def write(folder: Path) -> Path:
-        return tiny_loop.write_config(folder, tiny_loop.config_of(models, folder))
-
-    return tiny_loop.run_once(tmp_path_factory, "uninterrupted", write)
+    return tiny_loop.run_once(tmp_path_factory, "uninterrupted", models)

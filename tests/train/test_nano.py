@@ -4,7 +4,7 @@ an optimizer of its own it reproduces the golden run."""
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -19,6 +19,7 @@ import golden_run
 import pytest
 import torch
 from golden_run import NUM_ITERATIONS, SEED, RecordedEngine
+from tiny_loop import environment
 
 from rl.algorithm.grpo import group_advantages, objective
 from rl.api.engine import EngineSetup
@@ -40,21 +41,14 @@ TRAINER = ("train", "rollout", "learner", "run", "record", "build", "algorithm")
 COMPARED = (
     "loss/total", "loss/policy", "loss/kl", "optimizer/grad_norm", "kl/reference_k3", "reward/mean"
 )  # fmt: skip
-RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""Tolerances of a metric, those of `test_golden_run.py`; the absolute one is for losses that are 0
-but for rounding."""
 LOGPROB_TOL = 1e-3
 """Of any token's log-prob, nats."""
 
 
 @pytest.fixture
-def nano() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nano", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where `dataclasses` looks up annotations
-    spec.loader.exec_module(module)
-    return module
+def nano(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FILE.parent)
+    return importlib.import_module("nano")
 
 
 @pytest.mark.slow
@@ -104,14 +98,9 @@ def test_five_iterations_match_the_golden_run(
         learning_rate=1e-2,
         adam_eps=1e-3,
     )
-    rows = list(nano.train(settings))
-
-    recorded = golden_run.recorded()
-    for row, expected in zip(rows, recorded["metrics"], strict=True):
-        for name in COMPARED:
-            value = pytest.approx(expected[name], rel=RELATIVE, abs=ABSOLUTE)
-            assert row[name] == value, (name, row["iteration"])
-    recorded_PGT = [[nats for _, nats in group] for group in recorded["completions"].values()]
+    golden_run.assert_recorded(list(nano.train(settings)), COMPARED)
+    completions = golden_run.recorded()["completions"].values()
+    recorded_PGT = [[nats for _, nats in group] for group in completions]
     for logprobs_GT, nats_GT in zip(logprobs_PGT, recorded_PGT, strict=True):
         torch.testing.assert_close(logprobs_GT, torch.tensor(nats_GT), rtol=0, atol=LOGPROB_TOL)
 
@@ -178,10 +167,9 @@ def test_it_is_one_short_file_with_a_loop_of_its_own() -> None:
     assert text.count("\n") <= MAX_LINES
     nodes = list(ast.walk(ast.parse(text)))
     modules = [f"{n.module}.{n.names[0].name}" for n in nodes if isinstance(n, ast.ImportFrom)]
-    names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
-    ours = [module.split(".")[1] for module in modules if module.startswith("rl.")]
-    assert {"engines", "policies", "renderers"} <= set(ours) and not set(ours) & set(TRAINER)
-    assert not [name for name in names if name.split(".")[0] == "rl"]
+    modules += [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    ours = {f"{module}.".split(".")[1] for module in modules if module.split(".")[0] == "rl"}
+    assert {"engines", "policies", "renderers"} <= ours and not ours & {*TRAINER, ""}
 
 
 @pytest.mark.slow
@@ -192,16 +180,14 @@ def test_the_command_for_a_laptop_trains_and_saves_an_adapter(tmp_path: Path) ->
         (tmp_path / folder).symlink_to(ROOT / folder)
     script = f"{command} --iterations 2 --prompts-per-iteration 2 --save adapter\n"
     script += "status=$?\nkill $!\nexit $status"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", script],
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        env=environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}"),
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    lines = done.stdout.split("\n")
-    assert [line.split()[0] for line in lines if line] == ["1/2", "2/2"], done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["1/2", "2/2"], done.stdout
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()

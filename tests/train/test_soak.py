@@ -51,11 +51,9 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
     early = [row for row in measurements if WARM <= row[0] < 2 * WARM]
     late = [row for row in measurements if NUM_ITERATIONS - WARM <= row[0] < NUM_ITERATIONS]
     assert min(len(early), len(late)) > WARM / 2, "too few measurements"
-    for name, rows in (("early", early), ("late", late)):
-        _, rss_mb, descriptors, threads = map(median, zip(*rows, strict=True))
-        print(f"{name}: {rss_mb:.1f} MB, {descriptors:g} descriptors, {threads:g} threads")
     before, after = (
         [median(column) for column in zip(*rows, strict=True)] for rows in (early, late)
     )
+    print(f"iteration, MB, descriptors, threads: early {before}, late {after}")
     assert after[1] - before[1] < MAX_GROWTH_MB
     assert after[2:] == before[2:]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny_loop
 from tiny_faulty_judge import MODEL, Fault, FaultyJudge
-from tiny_loop import assert_same_run, metrics_of, rows_of
+from tiny_loop import assert_same_run, iterations_of, rows_of
 from tiny_messages import holds
 
 EVERY = {"checkpoint": {"save_every_n_iterations": 4}, "evaluation": {"every_n_iterations": 2}}
 """No checkpoint is due before the last iteration."""
-RENDER = "rl.renderers.diffusion_renderer:DiffusionRenderer"
 ENDS = [
     ("rl.rollout.episodes:PromptOrder.shard", "5", "ValueError", 2),
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
     ("rl.policies.qwen_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "5", "MemoryError", 2),
-    (f"{RENDER}.render", "11", "OutOfMemoryError", 2),
+    ("rl.renderers.diffusion_renderer:DiffusionRenderer.render", "11", "OutOfMemoryError", 2),
     ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),
     ("rl.learner.train_step:TrainStep.accumulate", "5", "OutOfMemoryError", 2),
     ("rl.learner.learner:TorchBackend.step", "3", "FloatingPointError", 2),
@@ -52,10 +52,7 @@ def loss(x):
 
 @pytest.fixture(scope="module")
 def uninterrupted(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def write(folder: Path) -> Path:
-        return tiny_loop.write_config(folder, tiny_loop.config_of(models, folder, **EVERY))
-
-    return tiny_loop.run_once(tmp_path_factory, "straight_saving_often", write)
+    return tiny_loop.run_once(tmp_path_factory, "straight_saving_often", models, **EVERY)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +71,14 @@ def test_an_error_anywhere_costs_no_finished_iteration(
     error: str,
     finished: int,
 ) -> None:
-    config = tiny_loop.config_of(models, tmp_path, **EVERY)
-    path = tiny_loop.write_config(tmp_path, config)
+    path = tiny_loop.written(models, tmp_path, **EVERY)
     ended = tiny_loop.run_forked(path, where, count, error, check=False)
     assert ended.returncode not in (0, -9), ended.stdout[-2000:] + ended.stderr[-4000:]
     assert "injected" in ended.stderr + ended.stdout
-    saved = [folder.name for folder in (tmp_path / "tiny/checkpoints").glob("step_*")]
-    assert saved == ([f"step_{finished:06d}"] if finished else [])
+    assert tiny_loop.saved_in(tmp_path / "tiny") == [f"step_{finished:06d}"]
     tiny_loop.run_forked(path)
     assert_same_run(uninterrupted, tmp_path / "tiny")
-    assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == [0, 1, 2, 3, 4]
+    assert iterations_of(tmp_path / "tiny") == [0, 1, 2, 3, 4]
 
 
 class EndsBeforeTheLastEvaluation(FaultyJudge):
@@ -103,7 +98,7 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     def config(folder: Path, judge: FaultyJudge) -> Path:
-        values = tiny_loop.config_of(
+        return tiny_loop.written(
             models,
             folder,
             num_iterations=2,
@@ -111,7 +106,6 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
             evaluation={"every_n_iterations": 2, "num_samples": 3},
             final_reward={"weights": {"brightness": 1, "viescore": 1}},
         )
-        return tiny_loop.write_config(folder, values)
 
     straight, killed = tmp_path / "straight/tiny", tmp_path / "killed/tiny"
     with EndsBeforeTheLastEvaluation(killed) as judge:
@@ -121,7 +115,7 @@ def test_a_judge_that_ends_before_the_last_evaluation_costs_nothing(
         ended.stderr, "3 of 3 ... evaluation could not be graded ... 3 x viescore: outage ... same "
         "command again: it repeats this evaluation"
     )  # fmt: skip
-    assert [row["iteration"] for row in metrics_of(killed)] == [0, 1]
+    assert iterations_of(killed) == [0, 1]
     assert not (killed / "evaluation/it_000002").exists()
     with FaultyJudge() as judge:
         tiny_loop.run_forked(config(killed.parent, judge))
@@ -139,11 +133,14 @@ def test_a_plugin_that_raises_is_named_and_the_same_command_resumes(tmp_path: Pa
     config["evaluation"]["every_n_iterations"] = 0
     config["checkpoint"]["save_every_n_iterations"] = 9
     path = tiny_loop.write_config(tmp_path, config)
+    command = [sys.executable, "-m", "rl.simple_launch", str(path)]
     environ = tiny_loop.environment(PYTHONPATH=f"{tiny_loop.REPO}:{tmp_path}")
-    launch = [sys.executable, "-m", "rl.simple_launch", str(path)]
-    ended = subprocess.run(launch, env=environ, capture_output=True, text=True, timeout=300)
+    launch = partial(
+        subprocess.run, command, env=environ, capture_output=True, text=True, timeout=300
+    )
+    ended = launch()
     assert ended.returncode == 1
     assert "algorithm.loss: outsider.loss raises KeyboardInterrupt: of a plugin (" in ended.stderr
     assert (tmp_path / "tiny/checkpoints/step_000001").is_dir(), "finished work is on disk"
-    resumed = subprocess.run(launch, env=environ, capture_output=True, text=True, timeout=300)
+    resumed = launch()
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr

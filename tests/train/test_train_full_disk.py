@@ -6,24 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_loop
 from tiny_disk import fill, mounted
-from tiny_loop import assert_same_run, metrics_of
+from tiny_loop import assert_same_run, iterations_of
+from tiny_waits import wait_for
 
 pytestmark = pytest.mark.slow
-
-SIZE = 64 * 1024 * 1024
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end_s = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end_s, "the run ended, or hangs"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stops_early", [False, pytest.param(True, marks=pytest.mark.campaign)])
@@ -31,17 +22,17 @@ def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
     models: dict[str, str], uninterrupted: Path, tmp_path: Path, stops_early: bool
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path / "disk"))
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "rl.train", str(path)]
-    with mounted(tmp_path / "disk", SIZE) as disk:
+    log, command = tmp_path / "log", [sys.executable, "-m", "rl.train", str(path)]
+    with mounted(tmp_path / "disk", 64 * 1024 * 1024) as disk:
         run_dir = disk / "tiny"
         with log.open("wb") as out, subprocess.Popen(
             command, env=tiny_loop.environment(), cwd=tiny_loop.REPO, stdout=out, stderr=out
         ) as process:  # fmt: skip
             metrics = run_dir / "metrics.jsonl"
-            wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
+            wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2)
             filler = fill(disk)
-            wait_for(lambda: b"has no room: " in log.read_bytes(), process)
+            wait_for(lambda: b"has no room: " in log.read_bytes())
+            assert process.poll() is None
             time.sleep(1)
             if stops_early:
                 process.send_signal(signal.SIGTERM)
@@ -58,4 +49,4 @@ def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
         else:
             assert code == 0, output[-3000:]
         assert_same_run(uninterrupted, run_dir)
-        assert [row["iteration"] for row in metrics_of(run_dir)] == [0, 1, 2, 3, 4]
+        assert iterations_of(run_dir) == [0, 1, 2, 3, 4]

@@ -17,24 +17,18 @@ class Ended:
     """A finished run of two ranks, the last of which had a fault in its second iteration."""
 
     def __init__(self, models: dict[str, str], folder: Path, trouble: str, *options: str) -> None:
-        config = tiny_loop.config_of(
+        config = tiny_loop.without_judge(
             models,
             folder,
             num_iterations=3,
             prompts_per_iteration=4,
-            rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
-            judge={},
-            evaluation={"every_n_iterations": 0},
             checkpoint={"save_every_n_iterations": 3},
             hang_limit_s=90,
         )
         path = tiny_loop.write_config(folder, config)
         ended = tiny_loop.launch(path, 2, *options, TROUBLE=trouble)
         self.code, self.errors, self.run_dir = ended.returncode, ended.stderr, folder / "tiny"
-
-    @property
-    def saved(self) -> list[str]:
-        return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step_*"))
+        self.saved = tiny_loop.saved_in(self.run_dir)
 
     def has_error(self, pattern: str) -> bool:
         assert re.search(pattern, self.errors), self.errors

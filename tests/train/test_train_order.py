@@ -9,13 +9,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from tiny_rollout import bare_run
 from tiny_run import run_config
 
 import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Prompt, Sample
-from rl.progress import PhaseTimer
-from rl.ranks.dist import Dist
 from rl.rollout.stream import GradedGroup
 from rl.run.run import Run
 
@@ -30,55 +29,54 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(calls: list[str]) -> Run:
     """A run of two groups of one completion, whose methods append their names to `calls`."""
 
     def record_call(name: str, result: Any = None) -> Any:
         return lambda *_: (calls.append(name), result)[1]
 
-    run = Run.__new__(Run)
-    run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
-    run.context = MagicMock()
-    run.recording = MagicMock(write_episodes=record_call("episodes"))
-    run.checkpointing = MagicMock(save_if_due=record_call("save"))
-    run.checkpointing.last_finished.note = record_call("finish")
-    run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
-    run.prompt_order = SimpleNamespace(
-        shard=record_call("prompts", prompts), num_replaced=0, num_distinct=lambda iteration: 2
-    )
     completions = [[Completion((3,), (-0.5,), "stop")] for _ in prompts]
-    run.engine = SimpleNamespace(
-        wake=record_call("wake"),
-        sleep=record_call("sleep"),
-        generate=record_call("generate", completions),
-    )
     train_step = SimpleNamespace(
         work_ahead=record_call("work_ahead"),
         accumulate=lambda p, _: calls.append(f"accumulate {p}"),
         step=record_call("step", Metrics()),
     )
-    run.learner = SimpleNamespace(begin=record_call("begin", train_step))
 
     def graded_groups(_: Any) -> Any:
         for p in range(2):
             calls.append(f"graded {p}")
             yield GradedGroup(p, [], [], [])
 
-    methods = {
-        "open_journal": lambda *_: None,
-        "bare_arms": lambda prompts_P: [None for _ in prompts_P],
-        "render": record_call("render", MagicMock()),
-        "graded_groups": graded_groups,
-        "sync_engine": record_call("sync", Metrics()),
-        "evaluate_if_due": record_call("evaluate", Metrics()),
-        "log": record_call("log"),
-        "may_sample": lambda sampled, done: (
+    run = bare_run(
+        start=0,
+        num_iterations=2,
+        context=MagicMock(),
+        recording=MagicMock(write_episodes=record_call("episodes")),
+        checkpointing=MagicMock(
+            save_if_due=record_call("save"), last_finished=MagicMock(note=record_call("finish"))
+        ),
+        checks=MagicMock(metrics=lambda rollout: Metrics()),
+        prompt_order=SimpleNamespace(
+            shard=record_call("prompts", prompts), num_replaced=0, num_distinct=lambda iteration: 2
+        ),
+        engine=SimpleNamespace(
+            wake=record_call("wake"),
+            sleep=record_call("sleep"),
+            generate=record_call("generate", completions),
+        ),
+        learner=SimpleNamespace(begin=record_call("begin", train_step)),
+        open_journal=lambda *_: None,
+        bare_arms=lambda prompts_P: [None for _ in prompts_P],
+        render=record_call("render", MagicMock()),
+        graded_groups=graded_groups,
+        sync_engine=record_call("sync", Metrics()),
+        evaluate_if_due=record_call("evaluate", Metrics()),
+        log=record_call("log"),
+        may_sample=lambda sampled, done: (
             sampled - done <= run.config.max_staleness and sampled < run.num_iterations
         ),
-    }
-    for name, stand_in in methods.items():
-        monkeypatch.setattr(run, name, stand_in, raising=False)
+    )
     return run
 
 

@@ -13,10 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 def stale_config(models: dict[str, str], folder: Path, **changes: Any) -> Path:
-    config = tiny_loop.config_of(
-        models, folder, max_staleness=1, checkpoint={"save_every_n_iterations": 2}, **changes
-    )
-    return tiny_loop.write_config(folder, config)
+    changes |= {"max_staleness": 1, "checkpoint": {"save_every_n_iterations": 2}}
+    return tiny_loop.written(models, folder, **changes)
 
 
 def test_sampling_does_not_wait_for_a_judge_that_is_slower_than_a_rollout(

@@ -33,31 +33,28 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
     for number, size in enumerate(SIZES, 1):
         make_picture(number, *size).save(folder / f"p{number}.png")
-    rows = [
+    pictures = (
         {"image": "p1.png"},
         {"images": ["p1.png", "p2.png"]},
         {"images": ["p1.png", "p2.png", "p3.png"]},
         {"images": ["p1.png"] * 4},
-    ]
+    )
     rows = [
         row | {"instruction": INSTRUCTION, "id": name}
-        for row, name in zip(rows, NAMES, strict=True)
+        for row, name in zip(pictures, NAMES, strict=True)
     ]
-    source = {"type": "edit_jsonl", "path": write_jsonl(folder / "edits.jsonl", list(rows))}
-    config = tiny_loop.config_of(
+    source = {"type": "edit_jsonl", "path": write_jsonl(folder / "edits.jsonl", rows)}
+    config = tiny_loop.without_judge(
         tiny_loop.save_models(folder / "models"),
         folder,
         num_iterations=1,
         prompts_per_iteration=3,
         generations_per_prompt=2,
-        rewards={"brightness": {"type": "tests.helpers.brightness_reward"}},
-        judge={},
         data={"train": [source], "validation": [source], "on_bad_row": "skip"},
         evaluation={"every_n_iterations": 1, "num_samples": 3},
     )
-    config["renderer"] |= {"type": "qwen_image_edit_plus", "max_pictures": 3}
-    config["renderer"] |= {"output_area_px": 96 * 96}
-    config["tracking"] = {"page": False}
+    plus = {"type": "qwen_image_edit_plus", "max_pictures": 3, "output_area_px": 96 * 96}
+    config["renderer"] |= plus
     ended = tiny_loop.run_forked(tiny_loop.write_config(folder / "config", config))
     assert "1 bad rows of data.train are left out" in ended.stdout
     return folder / "tiny"
@@ -95,9 +92,8 @@ def test_the_editor_reproduces_the_held_out_pictures(run_dir: Path) -> None:
         results = list(editor.edit_stream(requests, seed=3, variants=True))
         for result, row in zip(results, rows, strict=True):
             assert result.failure is None
-            assert_same_picture(result.image, Image.open(folder / row["image_file"]))
-            bare = result.variants[OWN_WORDS].image
-            assert_same_picture(bare, Image.open(folder / row["bare_file"]))
+            for ours, file in ((result, "image_file"), (result.variants[OWN_WORDS], "bare_file")):
+                assert_same_picture(ours.image, Image.open(folder / row[file]))
         with pytest.raises(ValueError, match=r"4 pictures, but this run accepts 3; give fewer"):
             editor.edit([make_picture(0)] * 4, INSTRUCTION)
         first = make_picture(1, *SIZES[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_loop
@@ -12,24 +11,22 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 pytestmark = pytest.mark.slow
 
 
-def config_of(models: dict[str, str], folder: Path) -> dict[str, Any]:
+def write_config(models: dict[str, str], folder: Path) -> Path:
     """Random weights write no tag; with 'e' as the marker some thoughts end and others do not."""
     config = tiny_loop.config_of(models, folder, num_iterations=2)
-    thought = {"instruction": "Think, then write {marker}.", "marker": "e"}
-    config["policy"] |= {"thought": thought}
-    config["sampling"] |= {"max_completion_tokens": 12}
-    config["optimizer"] |= {"max_tokens_per_micro_batch": 400}
-    config["evaluation"] |= {"every_n_iterations": 2, "num_samples": 2, "thought_gain": True}
-    return config
+    config["policy"]["thought"] = {"instruction": "Think, then write {marker}.", "marker": "e"}
+    config["sampling"]["max_completion_tokens"] = 12
+    config["optimizer"]["max_tokens_per_micro_batch"] = 400
+    config["evaluation"] = {"every_n_iterations": 2, "num_samples": 2, "thought_gain": True}
+    return tiny_loop.write_config(folder, config)
 
 
 def test_a_killed_run_with_thoughts_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
-    path = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a"))
-    tiny_loop.run_forked(path)
-    killed = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b"))
+    whole, killed = (write_config(models, tmp_path / name) for name in ("whole", "killed"))
+    tiny_loop.run_forked(whole)
     tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
-    uninterrupted, resumed = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
-    assert_same_run(uninterrupted, resumed, 2)
+    uninterrupted = tmp_path / "whole/tiny"
+    assert_same_run(uninterrupted, tmp_path / "killed/tiny", 2)
 
     rows, episodes = metrics_of(uninterrupted), episodes_of(uninterrupted)
     assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:])
@@ -44,5 +41,4 @@ def test_a_killed_run_with_thoughts_resumes_exactly(models: dict[str, str], tmp_
     num_unfinished = sum(str(row["failure"]).startswith("unfinished") for row in episodes)
     assert num_unfinished == pytest.approx(sum(shares) * len(episodes) / len(shares))
     assert "eval/cut_thought_reward" in rows[0], "the reward of words without a thought"
-    gain = rows[0].get("eval/gain_of_thought")
-    assert gain is None or -1 <= gain <= 1
+    assert -1 <= rows[0].get("eval/gain_of_thought", 0) <= 1
