@@ -36,7 +36,6 @@ STD = 0.02
 class Size:
     """Sizes of models and measurements. A mapping has the config keys that are not defaults."""
 
-    name: str
     vocabulary: int
     language: Mapping[str, Any]
     vision: Mapping[str, Any]
@@ -62,7 +61,6 @@ class Size:
 
 
 REAL = Size(
-    name="real",
     vocabulary=152064,
     language={
         "hidden_size": 3584,
@@ -94,7 +92,6 @@ REAL = Size(
 """Qwen2.5-VL-7B, and Qwen-Image-Edit, whose transformer and VAE are diffusers' defaults."""
 
 TINY = Size(
-    name="tiny",
     vocabulary=640,
     language={
         "hidden_size": 64,
@@ -257,12 +254,12 @@ def fill(model: torch.nn.Module) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def random_transformer(bench: Bench, **changes: Any) -> Any:
+def random_transformer(bench: Bench) -> Any:
     """QwenImageTransformer2DModel with all weights on the device, where diffusers needs them."""
     from diffusers import QwenImageTransformer2DModel
 
     with create_on(bench.device, bench.dtype):
-        return fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
+        return fill(QwenImageTransformer2DModel(**bench.size.transformer))
 
 
 def modulation_to_host(transformer: Any) -> None:

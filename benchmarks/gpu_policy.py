@@ -116,15 +116,19 @@ class StepRunner:
     def step(self) -> None:
         """Trains on the next group, whose picture the vision tower encodes again."""
         self.policy.module._features._kept.clear()
-        prompt, ids_G = next(self._turns)
-        train_step = self.learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
-        for micro_batch in train_step.micro_batches:
-            batch, outputs = train_step.forward(micro_batch)
-            self.policy.decode_actions(micro_batch.rows, batch, outputs)
-            del batch, outputs
-        train_step.prefetch_reference(lambda: True)
-        train_step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
-        train_step.step()
+        train_on(self.learner, self.policy, *next(self._turns))
+
+
+def train_on(learner: Learner, policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> None:
+    """A whole step on one group."""
+    train_step = learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
+    for micro_batch in train_step.micro_batches:
+        batch, outputs = train_step.forward(micro_batch)
+        policy.decode_actions(micro_batch.rows, batch, outputs)
+        del batch, outputs
+    train_step.prefetch_reference(lambda: True)
+    train_step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
+    train_step.step()
 
 
 def graded(ids: tuple[int, ...], g: int) -> TrainSequence:

@@ -72,8 +72,11 @@ class TrlRun:
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # local
             folder / "policy"
         )
-        make = make_renderer if tuning.tuned else make_pipeline
-        self._renderer = make(folder, shape)
+        if tuning.tuned:
+            section = DenoisingConfig(**renderer_section(folder, shape))
+            self._renderer: Any = QwenImageEdit(section, Resources(None, "cpu"))
+        else:
+            self._renderer = make_pipeline(folder, shape)
         self._trainer = self._make_trainer(model, folder)
         self._watch()
         if tuning.caches_features:
@@ -341,12 +344,6 @@ def ordered_samples(shape: Shape) -> list[Sample]:
     source: Any = toy.ToySamples(config, RowRules())
     order = PromptOrder([source], [1.0], 0, shape.num_groups)
     return [row for i in range(toy.MAX_ITERATIONS) for row in order.shard(i, 0, 1, lambda row: row)]
-
-
-def make_renderer(folder: Path, shape: Shape) -> Any:
-    """This project's renderer."""
-    config = DenoisingConfig(**renderer_section(folder, shape))
-    return QwenImageEdit(config, Resources(None, "cpu"))
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:

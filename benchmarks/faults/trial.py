@@ -31,12 +31,9 @@ class Outcome:
     """One of `GOOD` or `BAD`."""
     why: str
     """The problem if the verdict is bad, else the main line that the first start printed."""
-    code: int | None
-    """The first start's exit code."""
-    seconds: float
 
 
-def try_case(harness: Harness, case: Case, number: int) -> Outcome:
+def try_case(harness: Harness, number: int, case: Case) -> Outcome:
     """Tries a case in a temporary folder."""
     folder = harness.folder / f"case-{number}"
     run_dir = folder / tiny_run.RUN
@@ -70,8 +67,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
     if not verdict:
         verdict, why = "survived" if is_done else "stopped", _main_line(first.printed)
     shutil.rmtree(folder)
-    seconds = first.seconds + (again.seconds if again else 0.0)
-    return Outcome(verdict, why, first.code, round(seconds, 1))
+    return Outcome(verdict, why)
 
 
 def _break(judge: Judge, case: Case) -> None:

@@ -52,26 +52,26 @@ def side(policy_s: list[float], gflop: float) -> dict[str, Any]:
         "cpu_s": {"policy side": policy_s, "DiT": [1.0, 1.0, 1.0]},
         "wall_s": {"policy side": policy_s},
         "gflop": {"policy side": gflop},
-        "counts": {},
+        "positions": 3,
     }
 
 
 def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
     ours, peer = side([1.0, 2.0, 1.0], 4.0), side([8.0, 10.0, 9.0], 30.0)
     parts = ["policy side"]
-    assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
-    assert report.cpu_s(peer) == [9.0, 11.0, 10.0]
+    assert report.ratio(report.seconds(peer, parts), report.seconds(ours, parts)) == (8.0, 5.0, 9.0)
+    assert report.seconds(peer) == [9.0, 11.0, 10.0]
     nearer = side([4.0, 4.0, 4.0], 6.0)
     record = {"over_minimum": 1.02, "sides": {STOCK: peer, PREFIXES: nearer, OURS: ours}}
     table = report.head_to_head(record)
-    assert f"| {STOCK} | 9.00 | 8.0x (5.0 to 9.0) | 30.0 | 7.50x |" in table
-    assert f"| {OURS} | 1.00 |  | 4.0 |  |" in table
+    over = "8.0x (5.0 to 9.0) / 7.50x | 4.0x (2.0 to 4.0) / 1.50x | 1.0x (1.0 to 1.0) / 1.00x"
+    assert f"| policy side over this project's | {over} |" in table
     assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in table
     assert report.lead(record) == (
         f"{PREFIXES} takes 1.5x this project's FLOPs on the policy side and 4.0x (2.0 to 4.0) its "
         "CPU seconds; in a whole iteration, with sampling and rendering, 1.50x its FLOPs and "
-        "2.50x (1.67 to 2.50) its CPU seconds. (FLOPs of the policy side over ours: "
-        f"{STOCK} 7.5x.)"
+        "2.50x (1.67 to 2.50) its CPU seconds. This project executes 4.00 GFLOP there, 1.020 times "
+        "the minimum."
     )
 
 
@@ -104,7 +104,7 @@ def test_executed_flops_are_divided_by_a_minimum_that_nothing_undercuts() -> Non
 
     def over_minimum(executed: float) -> float:
         gflop = {"policy side": executed / 1e9, "vision tower": 1e-6}
-        setup = {"counts": {"token positions": 20}, "gflop": gflop}
+        setup = {"positions": 20, "gflop": gflop}
         return experiments._over_minimum(setup, Shape(group=2, completion_tokens=3), model)
 
     assert over_minimum(least) == pytest.approx(1)
