@@ -93,27 +93,13 @@ REAL = Size(
 
 TINY = Size(
     vocabulary=640,
-    language={
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
-    },
-    vision={
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "fullatt_block_indexes": [1],
-    },
+    language=toy.LANGUAGE,
+    vision=toy.VISION,
     transformer={
         "num_layers": 2,
         "attention_head_dim": 16,
         "num_attention_heads": 2,
-        "joint_attention_dim": 64,
+        "joint_attention_dim": toy.LANGUAGE["hidden_size"],
         "axes_dims_rope": (4, 6, 6),
     },
     vae={"base_dim": 8, "num_res_blocks": 1},

@@ -114,7 +114,8 @@ def make_forwards(
         StockDenoiser(transformer),
         [(1, side, side)] * 2,
     )
-    prepared, stocked = (each.prepare(states, sources, shapes) for each in (denoiser, stock))
+    prepared = denoiser.prepare(states, sources, shapes)
+    stocked = stock.prepare(states, sources, shapes)
     lengths = "" if len(set(text_lens)) == 1 else " of different lengths"
     return (
         f"DiT {side_px}^2 x {batch}{lengths}",

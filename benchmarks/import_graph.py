@@ -24,7 +24,6 @@ def main() -> None:
     for name, others in sorted(edges.items()):
         to = "  ".join(f"{other} {count}" for other, count in sorted(others.items()))
         print(f"{name:<22} -> {to}")
-    print(f"{sum(map(len, edges.values()))} arrows")
 
 
 if __name__ == "__main__":

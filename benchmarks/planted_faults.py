@@ -20,19 +20,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LIMIT_S = 2400
 """Time limit of one pytest process."""
-
-
-class Outcome(NamedTuple):
-    fault: dict[str, Any]
-    caught_by: str
-    """The id of the first test that failed; '' if none did."""
-    seconds: float
 
 
 def plant(edits: Sequence[Mapping[str, str]], folder: Path) -> None:
@@ -52,7 +45,8 @@ def plant(edits: Sequence[Mapping[str, str]], folder: Path) -> None:
 
 
 def test_files_of(fault: Mapping[str, str], tests: Path) -> list[str]:
-    """Those that import the faulty module, those of the folder that tests it, then all others."""
+    """Those that import the faulty module, those of the folder that tests it, then all others but
+    the tests of benchmarks, which look for faults' places."""
     module = fault["file"].removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(
@@ -63,10 +57,11 @@ def test_files_of(fault: Mapping[str, str], tests: Path) -> list[str]:
         return not imports.search(file.read_text()), file.parent.name != fault["folder"], file
 
     files = sorted(tests.rglob("test_*.py"), key=distance)
-    return [str(file.relative_to(tests.parent)) for file in files]
+    return [str(file.relative_to(tests.parent)) for file in files if "benchmarks" not in file.parts]
 
 
-def run_tests(fault: dict[str, Any], tiers: tuple[str, ...]) -> Outcome:
+def run_tests(fault: dict[str, Any], tiers: tuple[str, ...]) -> tuple[str, float]:
+    """(id of the first test that failed, '' if none did; seconds)."""
     started = time.monotonic()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -81,12 +76,12 @@ def run_tests(fault: dict[str, Any], tiers: tuple[str, ...]) -> Outcome:
                     env={**os.environ, "PYTHONPATH": f"{folder}:{folder}/tests/helpers"},
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                return Outcome(fault, f"nothing in {LIMIT_S} s", time.monotonic() - started)
+                return f"nothing in {LIMIT_S} s", time.monotonic() - started
             failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
             if done.returncode not in (0, 5):
                 caught = failed[1] if failed else f"exit status {done.returncode}"
-                return Outcome(fault, caught, time.monotonic() - started)
-    return Outcome(fault, "", time.monotonic() - started)
+                return caught, time.monotonic() - started
+    return "", time.monotonic() - started
 
 
 def main() -> None:
@@ -99,7 +94,8 @@ def main() -> None:
     faults = [fault for fault in FAULTS if not args.ids or fault["id"] in args.ids]
     print("| fault | in | caught by | s |\n|---|---|---|---|")
     with ThreadPoolExecutor(args.jobs) as pool:
-        for fault, caught, seconds in pool.map(lambda f: run_tests(f, tiers), faults):
+        outcomes = pool.map(lambda fault: run_tests(fault, tiers), faults)
+        for fault, (caught, seconds) in zip(faults, outcomes, strict=True):
             where = fault["file"].removeprefix("rl/")
             caught = f"`{caught.removeprefix('tests/')}`" if caught else "**nothing**"
             print(

@@ -70,7 +70,7 @@ class Trial:
         found = dict(self.renderer.render(jobs))
         seconds = time.monotonic() - began_s
         right = sum(
-            hasattr(found.get(i), "tobytes") and found[i].tobytes() == colour_of(i).tobytes()
+            getattr(found.get(i), "tobytes", bytes)() == colour_of(i).tobytes()
             for i in range(NUM_PICTURES)
         )
         return seconds, NUM_PICTURES - right, int(self.renderer.take_metrics()["pool_restarts"])

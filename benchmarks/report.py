@@ -65,7 +65,6 @@ def head_to_head(record: Record) -> str:
         for setup in setups.values()
     )
     rows.insert(0, ["policy side over this project's", *over])
-    rows.append(["token positions", *(str(s["positions"]) for s in setups.values())])
     return table(["CPU s / GFLOP per iteration", *setups], rows)
 
 
@@ -82,7 +81,6 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
     ("policy side", POLICY_PARTS),
     *((part, (part,)) for part in PARTS if part not in POLICY_PARTS),
     ("whole iteration", WHOLE),
-    ("whole iteration without sampling", [part for part in PARTS if part != "sampling"]),
 )
 
 

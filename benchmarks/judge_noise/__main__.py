@@ -24,6 +24,7 @@ ASKED = {
 }
 """How the judge is asked -> the run's reward."""
 LAST = 40
+OUT = Path("runs/judge_noise")
 MODULE = "benchmarks.judge_noise.noisy_judge"
 
 
@@ -34,16 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--noises", nargs="+", default=["1", "2"], help="points of 10")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/judge_noise"))
     args = parser.parse_args(argv)
     for seed, noise, asked in itertools.product(args.seeds, args.noises, ASKED):
-        _train(args.out / _name(asked, noise, seed), asked, noise, seed)
+        _train(OUT / _name(asked, noise, seed), asked, noise, seed)
     print("| noise, points | asked | requests per iteration | held-out, each seed | mean |")
     print("|---" * 5 + "|")
     for noise, asked in itertools.product(args.noises, ASKED):
-        runs = [args.out / _name(asked, noise, seed) for seed in args.seeds]
+        runs = [OUT / _name(asked, noise, seed) for seed in args.seeds]
         rewards = [sound_reward(run) for run in runs]
-        requests = fmean(_requests(run) for run in runs)
+        rows = [row for run in runs for row in read_rows(run / "metrics.jsonl")[0]]
+        requests = fmean(row["judge/requests"] for row in rows if "reward/mean" in row)
         spread = f" +- {stdev(rewards):.3f}" if len(rewards) > 1 else ""
         print(
             f"| {noise} | {asked} | {requests:.0f} "
@@ -61,12 +62,6 @@ def _viescore(folder: Path, row: dict[str, str]) -> float:
     source, edited = (open_picture(folder / row[key]) for key in ("source_file", "image_file"))
     semantics = min(grade_semantics(source, edited, row["instruction"]))
     return math.sqrt(semantics * min(grade_perception(edited))) / 10
-
-
-def _requests(run: Path) -> float:
-    """Mean number of requests to the judge in an iteration of training."""
-    rows, _ = read_rows(run / "metrics.jsonl")
-    return fmean(row["judge/requests"] for row in rows if "reward/mean" in row)
 
 
 def _train(run: Path, asked: str, noise: str, seed: int) -> None:

@@ -79,7 +79,7 @@ def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
 @pytest.mark.parametrize(
     ("counted", "pflop"),
     [
-        (lambda: picture_flops.edit(1024, 1024**2 // 28**2, 50, True), 20.3),
+        (lambda: picture_flops.edit(1024, 1024**2 // 28**2, 50), 20.3),
         (lambda: picture_flops.image_21(1024, 1, 40), 3.05),
     ],
 )
@@ -126,7 +126,7 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     from tiny_world.builder.tokenizer import SYSTEM_PROMPT
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    shape = Shape(ragged=True)
+    shape = Shape()
     row = toy.make_sample(3, shape)
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
@@ -142,7 +142,7 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
     texts = toy.make_completions(row.instruction, shape)
     assert len(set(texts)) == shape.group
     ids = [toy.completion_ids(tokenizer, text) for text in texts]
-    assert [len(one) for one in ids] == shape.completion_lens()
+    assert {len(one) for one in ids} == {shape.completion_tokens}
     for text, one in zip(texts, ids, strict=True):
         assert tokenizer.decode(one, skip_special_tokens=True) == text
 
@@ -151,38 +151,34 @@ def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
     """One forward of the prompt with cached picture features equals the padded batch."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    shape = Shape(group=3, picture_px=112, completion_tokens=9, ragged=True)
+    shape = Shape(group=3, picture_px=112, completion_tokens=9)
     row, processor = toy.make_sample(0, shape), trl_worker.make_processor(folder / "policy")
     text = "<|vision_start|><|image_pad|><|vision_end|>" + row.instruction
     prompt = dict(processor(text=[text], images=[row.source], return_tensors="pt"))
     texts = toy.make_completions(row.instruction, shape)
-    ids = [torch.tensor(toy.completion_ids(processor.tokenizer, text)) for text in texts]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
+    ids = torch.tensor([toy.completion_ids(processor.tokenizer, text) for text in texts])
     batch = {name: torch.cat([tensor] * 3) for name, tensor in prompt.items()}
     for name, tail in (
-        ("input_ids", padded),
-        ("attention_mask", mask),
-        ("mm_token_type_ids", torch.zeros_like(padded)),
+        ("input_ids", ids),
+        ("attention_mask", torch.ones_like(ids)),
+        ("mm_token_type_ids", torch.zeros_like(ids)),
     ):
         batch[name] = torch.cat([batch[name], tail], dim=1)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "policy")
     body, weight = model.model, model.model.language_model.layers[0].self_attn.k_proj.weight
     num_prompt = prompt["input_ids"].shape[1]
     plain = body(**batch, use_cache=False).last_hidden_state
-    expected = torch.autograd.grad(plain[:, num_prompt:][mask.bool()].square().sum(), weight)[0]
+    expected = torch.autograd.grad(plain[:, num_prompt:].square().sum(), weight)[0]
 
     trl_tunings.cache_features(body)
     tower, tower_calls = body.visual.forward, []
     body.visual.forward = lambda *args, **kwargs: tower_calls.append(1) or tower(*args, **kwargs)
     for _ in range(2):
-        prompt_states, row_states = trl_tunings.prompt_once(body, prompt, padded)
+        prompt_states, row_states = trl_tunings.prompt_once(body, prompt, ids)
     assert len(tower_calls) == 1
-    gradient = torch.autograd.grad(row_states[mask.bool()].square().sum(), weight)[0]
+    gradient = torch.autograd.grad(row_states.square().sum(), weight)[0]
     torch.testing.assert_close(prompt_states, plain[0, :num_prompt], rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        row_states[mask.bool()], plain[:, num_prompt:][mask.bool()], rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(row_states, plain[:, num_prompt:], rtol=0, atol=1e-5)
     trl_tunings.assert_equal(gradient, expected, scale=float(expected.abs().max()))
     with pytest.raises(AssertionError, match="from plain TRL"):
         trl_tunings.assert_equal(gradient + 1, expected, scale=0.0)
