@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.faults.cases import CASES, Case
-from benchmarks.faults.harness import Harness
 from benchmarks.faults.processes import map_at_once, quiet_processes
-from benchmarks.faults.trial import BAD, GOOD, Outcome, try_case
+from benchmarks.faults.trial import BAD, GOOD, Harness, Outcome, try_case
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
-from benchmarks.faults.harness import Harness
 from benchmarks.faults.inject import FileOperation, at_calls, at_files
 from benchmarks.faults.processes import map_at_once, quiet_processes
 from benchmarks.faults.tiny_run import NUM_ITERATIONS, Judge
+from benchmarks.faults.trial import Harness
 
 NOTE = "operations.txt"
 """File beside the run folder with one line per operation, in order."""

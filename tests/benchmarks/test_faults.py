@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from benchmarks.faults import __main__ as campaign
 from benchmarks.faults import saves, trial
 from benchmarks.faults.cases import CASES, Case
-from benchmarks.faults.harness import Harness
 from benchmarks.faults.inject import EndAt, FileOperation, at_files
 from benchmarks.faults.tiny_run import Ended, Judge
+from benchmarks.faults.trial import Harness
 from rl.files import append_line, fsync
 
 pytestmark = pytest.mark.slow
