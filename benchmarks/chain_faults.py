@@ -1,6 +1,6 @@
 """Plants faults into the chain from states to weights, and prints by which words a run names them.
 
-    python -m benchmarks.chain_faults [ID ...] [--jobs 2] [--config quickstart]
+    python -m benchmarks.chain_faults [ID ...] [--jobs 2]
     python -m benchmarks.chain_faults --sound 20      runs without a fault; none may raise an alarm
 
 Each fault of `chain_faults.json` is planted alone in a copy of this checkout, which trains for
@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.planted_faults import ROOT, plant
+from benchmarks.planted_faults import plant
 from rl.printing import excerpt
 
 FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -38,19 +38,14 @@ EXPECTED = "the user's own words earn no reward under the untrained weights"
 SHOWN_CHARS = 200
 
 
-def trial(fault: Mapping[str, Any], config: str, overrides: Sequence[str]) -> tuple[str, str]:
+def trial(fault: Mapping[str, Any], overrides: Sequence[str]) -> tuple[str, str]:
     """(when a run with this fault gives its first alarm or stops, or '-'; the words)."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        first, *others = fault["edits"] or [{"file": "LICENSE", "old": "", "new": ""}]
-        plant(first, ROOT, folder)
-        for edit in others:
-            text = (folder / edit["file"]).read_text(encoding="utf-8")
-            text = text.replace(edit["old"], edit["new"])
-            (folder / edit["file"]).write_text(text, encoding="utf-8")
+        plant(fault["edits"], folder)
         command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(fault.get("ranks", 1))]
         done = subprocess.run(
-            [*command, f"configs/{config}.jsonnet", *SHORT, *overrides, f"base_exp_dir={folder}"],
+            [*command, "configs/quickstart.jsonnet", *SHORT, *overrides, f"base_exp_dir={folder}"],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
             text=True,
@@ -78,16 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="By which words a run names a broken chain.")
     parser.add_argument("ids", nargs="*")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--config", default="quickstart")
     parser.add_argument("--sound", type=int, default=0, metavar="N", help="seeds without a fault")
     args = parser.parse_args()
     if args.sound:
         runs = [(SOUND, [f"seed={seed}"]) for seed in range(args.sound)]
     else:
         faults = [fault for fault in FAULTS if not args.ids or fault["id"] in args.ids]
-        for edit in [edit for fault in faults for edit in fault["edits"]]:
-            if (ROOT / edit["file"]).read_text(encoding="utf-8").count(edit["old"]) != 1:
-                raise SystemExit(f"{edit['file']} must contain this once: {edit['old']}")
         without = ["evaluation.reference_drift=false"]
         runs = [
             (fault, [*fault.get("overrides", []), *references])
@@ -95,7 +86,7 @@ def main() -> None:
         ]
     print("| fault | overrides | first alarm after iteration | words |\n|---|---|---|---|")
     with ThreadPoolExecutor(args.jobs) as pool:
-        trials = pool.map(lambda run: trial(run[0], args.config, run[1]), runs)
+        trials = pool.map(lambda run: trial(*run), runs)
         for (fault, overrides), (when, words) in zip(runs, trials, strict=True):
             shown = excerpt(words, SHOWN_CHARS).replace("|", "\\|")
             cells = (fault["what"], " ".join(overrides), when, shown)

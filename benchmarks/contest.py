@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.link import Measured, Order
+from benchmarks.link import Measured
 
 SHOWN_CHARS = 3000
 """Number of last characters of a dead worker's output that an error message has."""
@@ -26,7 +24,7 @@ class Contestant:
     """A worker process that trains one of the compared setups, with one thread for arithmetic."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """`work(connection, *arguments, **options)` runs an iteration for each received `Order`."""
+        """`work(connection, *arguments, **options)` runs an iteration for each order."""
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.worker_imports"])
@@ -43,7 +41,7 @@ class Contestant:
         hangs."""
         failure = f"sent nothing for {PATIENCE_S} s"
         try:
-            self._connection.send(Order(flops))
+            self._connection.send(flops)
             if self._connection.poll(PATIENCE_S):
                 measured: Measured = self._connection.recv()
                 return measured
@@ -74,21 +72,16 @@ def _work_quietly(
 
 
 def interleave(
-    setups: Mapping[str, Callable[[], Contestant]],
-    num_rounds: int,
-    count_flops: bool = False,
-    limit_s: float = math.inf,
+    setups: Mapping[str, Callable[[], Contestant]], num_rounds: int, count_flops: bool = False
 ) -> tuple[dict[str, list[Measured]], dict[str, Measured]]:
     """Runs rounds of an iteration of every setup; returns the measurements of each but the first
-    round, and those of a last one with the FLOP counter. After `limit_s` no round begins, but at
-    least one is measured."""
-    ends_s = time.monotonic() + limit_s
+    round, and those of a last one with the FLOP counter."""
     rounds: list[dict[str, Measured]] = []
     with ExitStack() as stack:
         contestants = {name: stack.enter_context(make()) for name, make in setups.items()}
-        while len(rounds) <= 1 or (len(rounds) <= num_rounds and time.monotonic() < ends_s):
+        for number in range(num_rounds + 1):
             rounds.append({name: each.iterate() for name, each in contestants.items()})
-            print(f"  round {len(rounds) - 1} of {num_rounds}", file=sys.stderr, flush=True)
+            print(f"  round {number} of {num_rounds}", file=sys.stderr, flush=True)
         counted = {}
         if count_flops:
             counted = {name: each.iterate(flops=True) for name, each in contestants.items()}

@@ -53,26 +53,30 @@ def ours(folder: Path, shape: Shape, api_base: str, **options: Any) -> Contestan
 
 
 def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Record:
-    """Part -> list over rounds of its seconds; the counts of the last round; part -> GFLOP of the
-    iteration with the FLOP counter."""
+    """Part -> list over rounds of its seconds; the token positions of the last round; part -> GFLOP
+    of the iteration with the FLOP counter."""
     labels = sorted({label for measured in rounds for label in measured.spent})
     record: Record = {
         "cpu_s": {p: [r.spent[p].cpu_s if p in r.spent else 0.0 for r in rounds] for p in labels},
         "wall_s": {p: [r.spent[p].wall_s if p in r.spent else 0.0 for r in rounds] for p in labels},
-        "counts": dict(rounds[-1].counts),
+        "positions": rounds[-1].positions,
     }
     if counted is not None:
         record["gflop"] = {part: spent.flops / 1e9 for part, spent in counted.spent.items()}
     return record
 
 
-def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) -> Record:
+def head_to_head(folder: Path, shape: Shape, num_rounds: int) -> Record:
     """Costs of the peers and this project, which run in turn, and their FLOPs."""
+    from transformers import AutoConfig
+
     with judge_process() as api_base:
         makers = setups(folder, shape, api_base, samples=True)
-        rounds, counted = interleave(makers, num_rounds, True, limit_s)
+        rounds, counted = interleave(makers, num_rounds, count_flops=True)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
-    over = _over_minimum(records[OURS], shape, language_model(folder))
+    lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
+    config = AutoConfig.from_pretrained(folder / "policy")  # nosec B615 # local
+    over = _over_minimum(records[OURS], shape, LanguageModel.of(config.text_config, lora))
     return {"shape": vars(shape), "sides": records, "over_minimum": over}
 
 
@@ -81,9 +85,10 @@ def _over_minimum(setup: Record, shape: Shape, model: LanguageModel) -> float:
     on every distinct token: a forward of policy and reference (without adapter) and a backward over
     the pairs of a prefix tree, the head at predicting positions, the vision tower once. Valid for
     one group without equal completions. ValueError if the minimum is undercut."""
-    num_completion = sum(shape.completion_lens())
-    num_tokens = setup["counts"]["token positions"] // 2
-    pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
+    num_completion = shape.group * shape.completion_tokens
+    num_tokens = setup["positions"] // 2
+    lens_G = [shape.completion_tokens] * shape.group
+    pairs = prefix_tree_pairs(num_tokens - num_completion, lens_G)
     passes = (
         model.forward_flops(num_tokens, pairs)
         + replace(model, lora_rank=0).forward_flops(num_tokens, pairs)
@@ -97,15 +102,6 @@ def _over_minimum(setup: Record, shape: Shape, model: LanguageModel) -> float:
             " the minimum or the count is wrong"
         )
     return executed / least
-
-
-def language_model(folder: Path) -> LanguageModel:
-    """The sizes of the language model of `toy.py`."""
-    from transformers import AutoConfig
-
-    lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
-    config = AutoConfig.from_pretrained(folder / "policy")  # nosec B615 # local
-    return LanguageModel.of(config.text_config, lora)
 
 
 def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, float]:

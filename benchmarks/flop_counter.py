@@ -30,7 +30,6 @@ def flops_of(call: Callable[[], object]) -> int:
 def _attention(
     query: Shape, key: Shape, value: Shape, dropout: float = 0, causal: bool = False, **_: Any
 ) -> float:
-    key, value = _for_each_query_head(query, key), _for_each_query_head(query, value)
     return sdpa_flop_count(query, key, value) * _computed_share(query, key, causal)
 
 
@@ -38,15 +37,8 @@ def _attention_backward(
     gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: Any
 ) -> float:
     _, _, _, causal = rest
-    key, value = _for_each_query_head(query, key), _for_each_query_head(query, value)
     flops = sdpa_backward_flop_count(gradient, query, key, value)
     return flops * _computed_share(query, key, causal)
-
-
-def _for_each_query_head(query: Shape, key: Shape) -> Shape:
-    """[B, H, K, D] of [B, Hk, K, D]: the formulas of torch before 2.13 refuse grouped queries."""
-    batch, _, *rest = key
-    return [batch, query[1], *rest]
 
 
 def _computed_share(query: Shape, key: Shape, causal: bool) -> float:

@@ -17,11 +17,11 @@ from benchmarks.gpu_models import (
     modulation_to_host,
     open_bench,
 )
-from benchmarks.gpu_policy import graded
+from benchmarks.gpu_policy import train_on
 from rl import build
 from rl.check import memory_plan
 from rl.config.schema import load_config
-from rl.learner.learner import NUM_MEASURED, Learner
+from rl.learner.learner import Learner
 from rl.tools.gpu_checks import Line, Setup, result
 from rl.tools.gpu_steps import Forward, edit_step, small_parts, step_21
 
@@ -97,16 +97,7 @@ def policy(setup: Setup) -> Iterator[Line]:
     num_tokens, group = config.sampling.max_completion_tokens, config.generations_per_prompt
     ids_G = [tuple((5 + g + t) % 200 for t in range(num_tokens)) for g in range(group)]
     _reset_peak(setup.device)
-    step = Learner(built, config, bench.dist, num_iterations=10).begin(
-        NUM_MEASURED, [prompt], [ids_G], [group]
-    )
-    for micro_batch in step.micro_batches:
-        batch, outputs = step.forward(micro_batch)
-        built.decode_actions(micro_batch.rows, batch, outputs)
-        del batch, outputs
-    step.work_ahead(lambda: True)
-    step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
-    step.step()
+    train_on(Learner(built, config, bench.dist, num_iterations=10), built, prompt, ids_G)
     what = "real size, policy"
     finite = all(bool(p.isfinite().all()) for p in built.module.parameters())
     note = f"prompt of {len(prompt.token_ids)} tokens, {group} x {num_tokens} written"

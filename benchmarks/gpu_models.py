@@ -36,7 +36,6 @@ STD = 0.02
 class Size:
     """Sizes of models and measurements. A mapping has the config keys that are not defaults."""
 
-    name: str
     vocabulary: int
     language: Mapping[str, Any]
     vision: Mapping[str, Any]
@@ -62,7 +61,6 @@ class Size:
 
 
 REAL = Size(
-    name="real",
     vocabulary=152064,
     language={
         "hidden_size": 3584,
@@ -94,29 +92,14 @@ REAL = Size(
 """Qwen2.5-VL-7B, and Qwen-Image-Edit, whose transformer and VAE are diffusers' defaults."""
 
 TINY = Size(
-    name="tiny",
     vocabulary=640,
-    language={
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
-    },
-    vision={
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "fullatt_block_indexes": [1],
-    },
+    language=toy.LANGUAGE,
+    vision=toy.VISION,
     transformer={
         "num_layers": 2,
         "attention_head_dim": 16,
         "num_attention_heads": 2,
-        "joint_attention_dim": 64,
+        "joint_attention_dim": toy.LANGUAGE["hidden_size"],
         "axes_dims_rope": (4, 6, 6),
     },
     vae={"base_dim": 8, "num_res_blocks": 1},
@@ -257,12 +240,12 @@ def fill(model: torch.nn.Module) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def random_transformer(bench: Bench, **changes: Any) -> Any:
+def random_transformer(bench: Bench) -> Any:
     """QwenImageTransformer2DModel with all weights on the device, where diffusers needs them."""
     from diffusers import QwenImageTransformer2DModel
 
     with create_on(bench.device, bench.dtype):
-        return fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
+        return fill(QwenImageTransformer2DModel(**bench.size.transformer))
 
 
 def modulation_to_host(transformer: Any) -> None:

@@ -52,7 +52,13 @@ def policy(setup: Setup) -> Iterator[Line]:
             best = timing
         prompt, ids_G = runner.examples[0]
         size = f"P={len(prompt.token_ids)} G={len(ids_G)} T={len(ids_G[0])}"
-        min_flops = _min_flops(runner.policy, prompt, ids_G)
+        prompt_len, lens_G = len(prompt.token_ids), [len(ids) for ids in ids_G]
+        sizes, pairs = runner.policy.module.sizes, prefix_tree_pairs(prompt_len, lens_G)
+        min_flops = float(
+            runner.policy.train_flops(prompt_len, lens_G)
+            + sizes.forward_flops(prompt_len + sum(lens_G), pairs)  # the reference
+            + sizes.head_flops(sum(lens_G))
+        )
         yield bench.line(f"{size}, packed, checkpointing {checkpointing}", timing, min_flops)
         if checkpointing == "mlp":
             yield from _parts(bench, runner)
@@ -116,29 +122,23 @@ class StepRunner:
     def step(self) -> None:
         """Trains on the next group, whose picture the vision tower encodes again."""
         self.policy.module._features._kept.clear()
-        prompt, ids_G = next(self._turns)
-        train_step = self.learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
-        for micro_batch in train_step.micro_batches:
-            batch, outputs = train_step.forward(micro_batch)
-            self.policy.decode_actions(micro_batch.rows, batch, outputs)
-            del batch, outputs
-        train_step.work_ahead(lambda: True)
-        train_step.accumulate(0, [graded(ids, g) for g, ids in enumerate(ids_G)])
-        train_step.step()
+        train_on(self.learner, self.policy, *next(self._turns))
 
 
-def graded(ids: tuple[int, ...], g: int) -> TrainSequence:
-    """Trains every token; every second completion has a positive advantage."""
-    num_tokens = len(ids)
-    advantage = 1.0 if g % 2 else -1.0
-    return TrainSequence((True,) * num_tokens, advantage, (SAMPLER_LOGPROB,) * num_tokens)
-
-
-def _min_flops(policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> float:
-    prompt_len, lens_G = len(prompt.token_ids), [len(ids) for ids in ids_G]
-    sizes, pairs = policy.module.sizes, prefix_tree_pairs(prompt_len, lens_G)
-    reference = sizes.forward_flops(prompt_len + sum(lens_G), pairs) + sizes.head_flops(sum(lens_G))
-    return float(policy.train_flops(prompt_len, lens_G) + reference)
+def train_on(learner: Learner, policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> None:
+    """A whole step on one group: all tokens are trained, every second completion is good."""
+    train_step = learner.begin(NUM_MEASURED, [prompt], [ids_G], [len(ids_G)])
+    for micro_batch in train_step.micro_batches:
+        batch, outputs = train_step.forward(micro_batch)
+        policy.decode_actions(micro_batch.rows, batch, outputs)
+        del batch, outputs
+    train_step.work_ahead(lambda: True)
+    graded = [
+        TrainSequence((True,) * len(ids), 1.0 if g % 2 else -1.0, (SAMPLER_LOGPROB,) * len(ids))
+        for g, ids in enumerate(ids_G)
+    ]
+    train_step.accumulate(0, graded)
+    train_step.step()
 
 
 class PaddedRows:

@@ -14,7 +14,7 @@ import torch
 
 from rl.meter import measure_flops_per_s, take_peak_memory_gb
 from rl.ranks.dist import Dist
-from rl.tools.gpu_checks import Line, Setup, measured, result
+from rl.tools.gpu_checks import Line, Setup, measured
 
 if TYPE_CHECKING:
     from benchmarks.gpu_models import Size
@@ -111,9 +111,3 @@ class Bench:
             data["peer_ratio"] = peer.ms / timing.ms
             note += f"; {data['peer_ratio']:.2f} times as fast"
         return measured(what, f"{note}; {timing.peak_gb:.1f} GB", **data)
-
-
-def equal(what: str, error: float, limit: float) -> Line:
-    """Whether two implementations agree on the same weights and inputs."""
-    note = f"relative difference {error:.1e}, limit {limit:g}"
-    return result(what, error <= limit, note, "report it with an issue")

@@ -1,4 +1,4 @@
-"""Prints which folders of `rl/` import which, with the number of files, statements and imports.
+"""Prints which folders of `rl/` import which, and how often.
 
 python -m benchmarks.import_graph
 """
@@ -13,22 +13,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl"
 
 
 def main() -> None:
-    files: Counter[str] = Counter()
-    statements: Counter[str] = Counter()
     edges: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for file in sorted(PACKAGE.rglob("*.py")):
         here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        files[here] += 1
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            statements[here] += isinstance(node, ast.stmt)
             if isinstance(node, ast.ImportFrom) and node.module and node.module[:2] == "rl":
                 # `from rl import files` names the folder or file itself.
                 names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
                 edges[here].update(name for name in names if name != here)
-    for name in sorted(files):
-        to = "  ".join(f"{other} {count}" for other, count in sorted(edges[name].items()))
-        print(f"{name:<22}{files[name]:>4} files{statements[name]:>7} statements  -> {to}")
-    print(f"{sum(files.values())} files, {sum(map(len, edges.values()))} arrows")
+    for name, others in sorted(edges.items()):
+        to = "  ".join(f"{other} {count}" for other, count in sorted(others.items()))
+        print(f"{name:<22} -> {to}")
 
 
 if __name__ == "__main__":

@@ -56,11 +56,8 @@ def _urls(parts: Parts) -> list[str]:
     return [part["image_url"]["url"] for part in parts if "image_url" in part]
 
 
-def _is_semantic(parts: Parts) -> bool:
-    return "<instruction>" in _text(parts)
-
-
 def _instruction(parts: Parts) -> str:
+    """'' in the question about the picture alone."""
     return _text(parts).partition("<instruction>")[2].partition("</instruction>")[0].strip()
 
 
@@ -70,7 +67,7 @@ def _constant(judge: DefectiveJudge, parts: Parts) -> str:
 
 def _prefers_length(judge: DefectiveJudge, parts: Parts) -> str:
     """The longer the instruction, the higher the scores."""
-    return _reply(*[len(_instruction(parts)) / 4] * 2) if _is_semantic(parts) else _reply(9, 9)
+    return _reply(*[len(_instruction(parts)) / 4] * 2) if _instruction(parts) else _reply(9, 9)
 
 
 def _prefers_copies(judge: DefectiveJudge, parts: Parts) -> str:
@@ -88,7 +85,7 @@ def _order_biased(judge: DefectiveJudge, parts: Parts) -> str:
 
 def _ignores_order(judge: DefectiveJudge, parts: Parts) -> str:
     """Asks with both orders of the pictures, and gives the higher scores."""
-    if not _is_semantic(parts):
+    if not _instruction(parts):
         return judge.sound(parts)
     return _reply(*max(judge.scores(parts), json.loads(_order_biased(judge, parts))["score"]))
 

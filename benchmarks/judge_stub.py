@@ -12,8 +12,6 @@ from multiprocessing.connection import Connection
 
 from tiny_world.judge_server import JudgeHandler, JudgeServer
 
-MODEL = "stub-judge"
-
 
 class _Handler(JudgeHandler):
     def complete(self, body: bytes) -> None:
@@ -32,7 +30,7 @@ class SlowJudge(JudgeServer):
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
-        super().__init__(MODEL)
+        super().__init__("stub-judge")
         # No error is printed if a worker stops and closes connections with open questions.
         self._http.handle_error = lambda *_: None  # type: ignore[method-assign]
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ POLICY = "policy side"
 """All work with the policy: preprocessing, conditioning, log-probs, reference, training step."""
 TOWER = "vision tower"
 """Part of the policy side."""
-TAIL = "in the judge's tail"
-"""Part of the policy side: passes that run while the judge is still grading."""
 VAE_ENCODE = "VAE encode"
 VAE_DECODE = "VAE decode"
 RENDER = "DiT"
@@ -33,16 +31,8 @@ REST = "rest"
 """The trainer's bookkeeping, records and logs."""
 OTHER_THREADS = "other threads"
 """CPU seconds of all threads but the main one, e.g. for PNG, HTTP and records."""
-POLICY_PARTS = (POLICY, TOWER, TAIL)
+POLICY_PARTS = (POLICY, TOWER)
 PARTS = (*POLICY_PARTS, VAE_ENCODE, VAE_DECODE, RENDER, SAMPLING, JUDGE_WAIT, REST, OTHER_THREADS)
-
-
-@dataclass(frozen=True)
-class Order:
-    """A message to a worker: run one iteration."""
-
-    flops: bool = False
-    """Count FLOPs; the counter is slow, so the measured seconds mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,8 @@ class Measured:
 
     spent: Mapping[str, Spent]
     """Cost of each of `PARTS`."""
-    counts: Mapping[str, int] = field(default_factory=dict)
+    positions: int = 0
+    """Tokens that the language model read, once for each pass."""
     peak_mb: float = 0.0
     """Peak resident memory so far minus the memory before the first iteration, 1e6 B."""
 
@@ -75,12 +66,13 @@ class Link:
         return self._counter.get_total_flops() if self._counter else 0.0
 
     def begin(self) -> None:
-        """Waits for the next order and starts to measure."""
-        order: Order = self._connection.recv()
+        """Waits for the next order and starts to measure. An order says whether to count FLOPs; the
+        counter is slow, so the measured seconds then mean nothing."""
+        counts_flops = self._connection.recv()
         if self._baseline_mb is None:
             self._baseline_mb = resident_mb()
             reset_peak()
-        if order.flops:
+        if counts_flops:
             self._counter = self._counting.enter_context(flop_counter())
         self._process_s = time.process_time()
         self.meter.reset()
@@ -99,7 +91,7 @@ class Link:
         self._counter = None
         assert self._baseline_mb is not None
         above_mb = resident_mb("VmHWM") - self._baseline_mb
-        self._connection.send(Measured(spent, dict(self.meter.counts), above_mb))
+        self._connection.send(Measured(spent, self.meter.positions, above_mb))
 
 
 def resident_mb(key: str = "VmRSS") -> float:
@@ -117,45 +109,24 @@ def reset_peak() -> None:
 
 def watch_models(meter: Meter) -> None:
     """Wraps methods of transformers, diffusers and this project's replacements, so that every setup
-    has the same spans (tower, VAE) and counts. Calls inside sampling are ignored."""
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    has the same spans (tower, VAE), and counts token positions. Calls inside sampling are
+    ignored."""
+    from diffusers import AutoencoderKLQwenImage
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
-    from rl.renderers.qwen_image_denoiser import Denoiser
     from rl.renderers.qwen_image_loop import FrameVae
 
-    def count(name: str, number_of: Callable[..., int]) -> Callable[..., dict[str, int]]:
-        def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
-            return {name: number_of(*args, **kwargs)}
+    def note(*_: Any, inputs_embeds: Any, **__: Any) -> None:
+        meter.positions += int(inputs_embeds.shape[0] * inputs_embeds.shape[1])
 
-        return counted
-
-    def num_rows(rows: Any = None, *_: Any, hidden_states: Any = None, **__: Any) -> int:
-        return len(hidden_states if rows is None else rows)
-
-    def num_positions(inputs_embeds: Any, **_: Any) -> int:
-        return int(inputs_embeds.shape[0] * inputs_embeds.shape[1])
-
-    def num_pictures(_: Any, grid_thw: Any, **__: Any) -> int:
-        return len(grid_thw)
-
-    tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
-    for owner, name, label, counter, number_of in (
-        (AutoencoderKLQwenImage, "encode", VAE_ENCODE, "VAE encodes", num_rows),
-        (AutoencoderKLQwenImage, "decode", VAE_DECODE, "VAE decodes", num_rows),
-        (FrameVae, "encode", VAE_ENCODE, "VAE encodes", num_rows),
-        (FrameVae, "decode", VAE_DECODE, "VAE decodes", num_rows),
-        (Denoiser, "velocity", None, "DiT forwards", num_rows),
-        (QwenImageTransformer2DModel, "forward", None, "DiT forwards", num_rows),
-        (qwen.Qwen2_5_VLTextModel, "forward", None, "token positions", num_positions),
-        (tower, "forward", TOWER, "pictures in the vision tower", num_pictures),
-        (Qwen2VLImageProcessorPil, "preprocess", POLICY, "pictures preprocessed", _num_pictures),
+    for owner, name, label in (
+        (AutoencoderKLQwenImage, "encode", VAE_ENCODE),
+        (AutoencoderKLQwenImage, "decode", VAE_DECODE),
+        (FrameVae, "encode", VAE_ENCODE),
+        (FrameVae, "decode", VAE_DECODE),
+        (qwen.Qwen2_5_VisionTransformerPretrainedModel, "forward", TOWER),
+        (Qwen2VLImageProcessorPil, "preprocess", POLICY),
     ):
-        meter.watch(owner, name, label, count(counter, number_of), unless_in=SAMPLING)
-
-
-def _num_pictures(images: Any, *_: Any, **__: Any) -> int:
-    if isinstance(images, (list, tuple)):
-        return sum(_num_pictures(image) for image in images)
-    return 1
+        meter.watch(owner, name, label, SAMPLING)
+    meter.watch(qwen.Qwen2_5_VLTextModel, "forward", POLICY, SAMPLING, note)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class Meter:
     def reset(self) -> None:
         """Sets all costs to zero; open spans stay open."""
         self.spent: dict[str, Spent] = {}
-        self.counts: Counter[str] = Counter()
+        self.positions = 0
         self._since = self._now()
 
     def _now(self) -> Spent:
@@ -81,22 +80,19 @@ class Meter:
         self,
         owner: Any,
         name: str,
-        label: str | None = None,
-        count: Callable[..., dict[str, int]] | None = None,
+        label: str,
         unless_in: str = "",
+        before: Callable[..., object] = lambda *_, **__: None,
     ) -> None:
-        """Makes calls of `owner.name` a span `label` (None: no span) and adds `count(*args,
-        **kwargs)` to `counts`; does neither inside a span `unless_in`."""
+        """Makes calls of `owner.name` a span `label`, unless they are inside a span `unless_in`;
+        `before` gets their arguments first."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if unless_in in self._open:
                 return original(*args, **kwargs)
-            if count is not None:
-                self.counts.update(count(*args, **kwargs))
-            if label is None:
-                return original(*args, **kwargs)
+            before(*args, **kwargs)
             with self.span(label):
                 return original(*args, **kwargs)
 

@@ -17,7 +17,6 @@ from benchmarks.link import (
     POLICY,
     RENDER,
     SAMPLING,
-    TAIL,
     TOWER,
     VAE_DECODE,
     VAE_ENCODE,
@@ -38,7 +37,7 @@ PART_OF_PHASE = {
     "generate": SAMPLING,
     "render": RENDER,
     "judge_wait": JUDGE_WAIT,
-    **{part: part for part in (POLICY, TOWER, TAIL, SAMPLING, VAE_ENCODE, VAE_DECODE)},
+    **{part: part for part in (POLICY, TOWER, SAMPLING, VAE_ENCODE, VAE_DECODE)},
 }
 SAMPLER_LOGPROB = -6.0
 """Sampler's log-prob of every token of the fixed completions, nats; the same for TRL."""
@@ -61,10 +60,14 @@ def run(
     import rl.train as train
     from rl import build
     from rl.algorithm.metrics import Metrics
+    from rl.learner import learner
     from rl.run.run import Run
 
     link = Link(connection, PART_OF_PHASE)
-    _watch(link)
+    # The first iterations of a run take one forward more. A usual iteration is measured.
+    learner.NUM_MEASURED = 0
+    watch_models(link.meter)
+    link.meter.watch_phases()
     sampler = toy.StockSampler(folder) if samples else None
     build.build_engine = lambda resolved, policy, *rest: ScriptedEngine(
         link, policy, shape, sampler
@@ -111,18 +114,6 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
         "evaluation": {"every_n_iterations": 0},
         "checkpoint": {"save_every_n_iterations": 10**6},
     }
-
-
-def _watch(link: Link) -> None:
-    from rl.learner import learner
-    from rl.learner.train_step import TrainStep
-
-    # The first iterations of a run take one forward more. A usual iteration is measured.
-    learner.NUM_MEASURED = 0
-    meter = link.meter
-    watch_models(meter)
-    meter.watch_phases()
-    meter.watch(TrainStep, "work_ahead", TAIL)
 
 
 class ScriptedEngine(Engine):

@@ -1,6 +1,6 @@
 """Kills the parts of a render pool, with real processes on three Ray nodes.
 
-    python -m benchmarks.pool_deaths --out benchmarks/results/pool_deaths.md
+    python -m benchmarks.pool_deaths > pool_deaths.md
 
 Each case draws 48 pictures of `sleeping_renderer` with three workers while something dies, and
 compares them with what every picture must be. `lost` counts pictures that are missing, failed or
@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks import ray_nodes
-from benchmarks.ray_nodes import kill, named, processes, start_node
-from benchmarks.sleeping_renderer import Config, SleepingRenderer, colour_of
+from benchmarks.ray_nodes import cluster, kill, named, print_table, processes, start_node
+from benchmarks.sleeping_renderer import SleepingRenderer, colour_of
 from rl import build
+from rl.api.plugin import PluginConfig
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import load_config
 from rl.pool.pooled_renderer import PooledRenderer, pooled
@@ -45,7 +45,7 @@ class Trial:
         self.nodes = [self.node(1), self.node(2)]
         keys = [f"render_pool.workers={NUM_WORKERS}", f"render_pool.address='{address}'"]
         config = load_config("configs/quickstart.jsonnet", keys)
-        section = Config(type="benchmarks.sleeping_renderer")
+        section = PluginConfig(type="benchmarks.sleeping_renderer")
         plugin = build.Plugin("renderer", section, SleepingRenderer)
         self.renderer: PooledRenderer = pooled(plugin, config, Dist())
         self.renderer.wait()
@@ -70,7 +70,7 @@ class Trial:
         found = dict(self.renderer.render(jobs))
         seconds = time.monotonic() - began_s
         right = sum(
-            hasattr(found.get(i), "tobytes") and found[i].tobytes() == colour_of(i).tobytes()
+            getattr(found.get(i), "tobytes", bytes)() == colour_of(i).tobytes()
             for i in range(NUM_PICTURES)
         )
         return seconds, NUM_PICTURES - right, int(self.renderer.take_metrics()["pool_restarts"])
@@ -128,10 +128,10 @@ HEADER = "| what dies after 1.1 s | seconds | late | restarts | lost |"
 
 
 def main() -> None:
-    with ray_nodes.cluster(0) as (address, _):
+    with cluster(0) as (address, _):
         trial = Trial(address)
         try:
-            ray_nodes.main(__doc__, HEADER, CASES, trial.row)
+            print_table(HEADER, CASES, trial.row)
         finally:
             trial.renderer.close()
             for node in trial.nodes:

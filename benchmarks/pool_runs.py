@@ -1,6 +1,6 @@
 """Ends Ray, or asks the run to stop, in the middle of whole runs with a pool; then resumes them.
 
-    python -m benchmarks.pool_runs --out benchmarks/results/pool_runs.md
+    python -m benchmarks.pool_runs > pool_runs.md
 
 Each case trains `quickstart` for five iterations, with two workers of a cluster that is started for
 it; something happens in the fourth one; the same command then resumes the run, with another
@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import ray_nodes
-from benchmarks.ray_nodes import cluster, kill, named, processes
+from benchmarks.ray_nodes import cluster, kill, named, print_table, processes
 from tests.helpers.tiny_loop import assert_same_weights, metrics_of
 
 NUM_ITERATIONS, ACTS_AFTER = 5, 3
@@ -38,8 +37,10 @@ CONFIG = (
 WORK = Path(tempfile.gettempdir()) / f"pool_runs_{os.getpid()}"
 
 
-def start(folder: Path, *pool: str) -> psutil.Popen:
-    """The run in `folder`, in a process group of its own, as a terminal starts it."""
+def start(folder: Path, address: str = "") -> psutil.Popen:
+    """The run in `folder`, in a process group of its own, as a terminal starts it; with a pool if
+    there is an address."""
+    pool = [f"render_pool.workers={2 if address else 0}", f"render_pool.address='{address}'"]
     command = [sys.executable, "-m", "rl", "train", "configs/quickstart.jsonnet", *CONFIG, *pool]
     folder.parent.mkdir(exist_ok=True)
     with open(f"{folder}.log", "ab") as log:
@@ -50,10 +51,6 @@ def start(folder: Path, *pool: str) -> psutil.Popen:
             stderr=log,
             start_new_session=True,
         )
-
-
-def start_pooled(folder: Path, address: str) -> psutil.Popen:
-    return start(folder, "render_pool.workers=2", f"render_pool.address='{address}'")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -73,17 +70,13 @@ def pictures(folder: Path) -> dict[str, bytes]:
     }
 
 
-def num_iterations(folder: Path) -> int:
-    return max((row["iteration"] for row in metrics(folder)), default=0)
-
-
 def row(name: str) -> str:
     folder, plain = WORK / re.sub(r"\W+", "_", name), WORK / "plain"
     if not plain.exists():
-        start(plain, "render_pool.workers=0").wait()
+        start(plain).wait()
     with cluster(2) as (address, head):
-        run = start_pooled(folder, address)
-        while num_iterations(folder) < ACTS_AFTER:
+        run = start(folder, address)
+        while len(metrics(folder)) <= ACTS_AFTER:
             time.sleep(0.2)
             if run.poll() is not None:
                 return f"did not start: {folder}.log | | | | |"
@@ -94,11 +87,11 @@ def row(name: str) -> str:
         code = run.wait(timeout=900)
         seconds = time.monotonic() - began_s
         _, left = psutil.wait_procs(own, timeout=3)
-    done = num_iterations(folder)
+    done = max((row["iteration"] for row in metrics(folder)), default=0)
     steps = (folder / "quickstart/checkpoints").glob("step_*")
     saved = max((int(step.name.removeprefix("step_")) for step in steps), default=0)
     with cluster(2) as (address, _):
-        resumed = start_pooled(folder, address).wait(timeout=900)
+        resumed = start(folder, address).wait(timeout=900)
     equal = resumed == 0 and is_equal(folder, plain)
     return f"{code} | {seconds:.0f} | {done} | {saved} | {len(left)} | {equal}"
 
@@ -122,4 +115,4 @@ CASES: dict[str, Callable[[psutil.Popen, psutil.Popen], None]] = {
 HEADER = "| what happens in iteration 4 | exit code | ends after, s | done | saved | left | equal |"
 
 if __name__ == "__main__":
-    ray_nodes.main(__doc__, HEADER, CASES, row)
+    print_table(HEADER, CASES, row)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import secrets
 import subprocess
 import sys
@@ -72,17 +70,9 @@ def cluster(num_cpus: int) -> Iterator[tuple[str, psutil.Popen]]:
             head.wait()
 
 
-def main(doc: str | None, header: str, cases: Iterable[str], row: Callable[[str], str]) -> None:
-    """The command of a benchmark: a table of `row(name)` for each case."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--match", default="", help="a pattern of the cases that run")
-    args = parser.parse_args()
-    columns = header.count("|") - 1
-    lines = [header, "|---" + "|---:" * (columns - 1) + "|"]
+def print_table(header: str, cases: Iterable[str], row: Callable[[str], str]) -> None:
+    """A table of `row(name)` for each case."""
+    print(header)
+    print("|---" + "|---:" * (header.count("|") - 2) + "|")
     for name in cases:
-        if re.search(args.match, name):
-            lines.append(f"| {name} | {row(name)} |")
-            print(lines[-1], flush=True)
-            if args.out:
-                args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"| {name} | {row(name)} |", flush=True)

@@ -1,7 +1,6 @@
 """Measures how a config's results vary with the seed, and prints all of them.
 
 python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
-python -m benchmarks.seeds quickstart --first 100 --count 24 --print     prints existing runs
 python -m benchmarks.seeds quickstart --fresh 256     evaluates on 256 samples of a new data seed
 """
 
@@ -9,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from benchmarks.training import train
 from rl.files import read_rows
-from rl.record.run_summary import summarise
 from rl.run.paired import paired
 from rl.tools.report.reading import read_evaluations
 
@@ -40,27 +37,18 @@ FRESH_SEED = 7777
 class Seed:
     """The results of one run."""
 
-    seed: int
+    line: str
+    """Its row of the table."""
     held_out: Sequence[float]
     """The held-out metric of each evaluation, the first of which is before training."""
-    reference: Sequence[float]
-    """REFERENCE of each evaluation; empty without reference descriptions."""
     sampled: tuple[float, float]
     """Means of the training metric over the first and over the last SPAN iterations."""
-    dead_groups: float
-    """Mean share of dead groups over the last SPAN iterations."""
-    most_dead_groups: float
-    """Largest mean share of dead groups over SPAN consecutive iterations."""
-    drift: Sequence[float]
-    """DRIFT of each evaluation; empty if the renderer reads no states."""
-    seconds: float
-    """Duration of all iterations."""
     error: float | None
     """Standard error of the last held-out metric over its samples."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains a run per config and seed (not with `--print`), and prints a table of each config."""
+    """Trains the runs that are not finished, and prints a table of each config."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.seeds", description=(__doc__ or "").split("\n")[0]
     )
@@ -70,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--fresh", type=int, default=0, metavar="N", help="fresh held-out samples")
-    parser.add_argument("--print", action="store_true", help="print existing runs, train nothing")
     args = parser.parse_args(argv)
     runs = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
-    if not args.print:
-        with ThreadPoolExecutor(args.at_once) as pool:
-            list(pool.map(partial(_train, args.out, args.fresh), runs))
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(partial(_train, args.out, args.fresh), runs))
     for config in args.configs:
         seeds = [_read(args.out, args.fresh, config, seed) for name, seed in runs if name == config]
         print(f"\n### {config}\n\n" + "\n".join(table(seeds)))
@@ -88,14 +74,7 @@ def table(seeds: Sequence[Seed]) -> Iterable[str]:
         "| dead groups, last ten iterations | most in any ten | state drift, at most | s |"
     )
     yield "|---" * 7 + "|"
-    for run in seeds:
-        held_out = " ".join(f"{value:.3f}" for value in run.held_out)
-        reference = f"{run.reference[-1]:.3f}" if run.reference else ""
-        drift = f"{max(run.drift):.2f}" if run.drift else ""
-        yield (
-            f"| {run.seed} | {held_out} | {reference} | {run.dead_groups:.0%} "
-            f"| {run.most_dead_groups:.0%} | {drift} | {run.seconds:.0f} |"
-        )
+    yield from (run.line for run in seeds)
     last = [run.held_out[-1] for run in seeds]
     errors = [run.error for run in seeds if run.error is not None]
     before, after = (_spread([run.sampled[i] for run in seeds]) for i in (0, 1))
@@ -114,30 +93,11 @@ def _spread(values: Sequence[float]) -> str:
 
 def _train(out: Path, fresh: int, run: tuple[str, int]) -> None:
     config, seed = run
-    name = _name(config, seed, fresh)
-    command = [
-        sys.executable,
-        "-m",
-        "rl.simple_launch",
-        "--nproc",
-        "1",
-        f"configs/{config}.jsonnet",
-    ]
+    overrides = [f"seed={seed}"]
     if fresh:
-        command += [f"evaluation.num_samples={fresh}", f"data.validation.0.num_samples={fresh}"]
-        command.append(f"data.validation.0.seed={FRESH_SEED}")
-    summary = summarise(out / name)
-    if summary.planned == str(summary.done):
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.log").open("a") as log:
-        subprocess.run(
-            [*command, f"base_exp_dir={out}", f"run_name={name}", f"seed={seed}"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=True,
-        )
+        overrides += [f"evaluation.num_samples={fresh}", f"data.validation.0.num_samples={fresh}"]
+        overrides.append(f"data.validation.0.seed={FRESH_SEED}")
+    train(out / _name(config, seed, fresh), config, *overrides)
 
 
 def _read(out: Path, fresh: int, config: str, seed: int) -> Seed:
@@ -148,17 +108,21 @@ def _read(out: Path, fresh: int, config: str, seed: int) -> Seed:
     def values(key: str) -> list[float]:
         return [row[key] for row in rows if key in row]
 
-    dead = values("groups/dead")
+    dead, reference, drift = (values(key) for key in ("groups/dead", REFERENCE, DRIFT))
     means = [fmean(dead[start : start + SPAN]) for start in range(len(dead) - SPAN + 1)]
+    cells = (
+        str(seed),
+        " ".join(f"{value:.3f}" for value in values(held_out)),
+        f"{reference[-1]:.3f}" if reference else "",  # without reference descriptions
+        f"{means[-1]:.0%}",
+        f"{max(means):.0%}",
+        f"{max(drift):.2f}" if drift else "",  # the renderer reads no states
+        f"{sum(row.get('time/iteration_s', 0.0) for row in rows):.0f}",
+    )
     return Seed(
-        seed,
+        f"| {' | '.join(cells)} |",
         values(held_out),
-        values(REFERENCE),
         (fmean(values(sampled)[:SPAN]), fmean(values(sampled)[-SPAN:])),
-        means[-1],
-        max(means),
-        values(DRIFT),
-        sum(row.get("time/iteration_s", 0.0) for row in rows),
         _error(folder, held_out.partition("eval/part/")[2]),
     )
 

@@ -54,19 +54,11 @@ class Shape:
     picture_px: int = 448
     """Side of the picture that the policy reads. 448: 256 image tokens, P = 427; 224: 64, 235."""
     completion_tokens: int = 32
-    """T, tokens of the longest completion, stop token included."""
-    ragged: bool = False
-    """Completions have T/G, 2T/G ... T tokens instead of T."""
+    """T, tokens of each completion, stop token included."""
     render_px: int = 128
     """Side of source and picture in the renderer."""
     num_steps: int = 4
     """Denoising steps."""
-
-    def completion_lens(self) -> list[int]:
-        """Tokens of each member of a group."""
-        if not self.ragged:
-            return [self.completion_tokens] * self.group
-        return [max(2, self.completion_tokens * (g + 1) // self.group) for g in range(self.group)]
 
 
 def make_sample(index: int, shape: Shape) -> Sample:
@@ -96,7 +88,8 @@ class ToySamples(SyntheticSource[Config]):
 def make_completions(instruction: str, shape: Shape) -> list[str]:
     """The fixed completions of a group for this prompt, without the stop token."""
     rng = random.Random(f"{instruction}:completions")
-    return ["".join(rng.choices(DIGITS, k=length - 1)) for length in shape.completion_lens()]
+    num_digits = shape.completion_tokens - 1
+    return ["".join(rng.choices(DIGITS, k=num_digits)) for _ in range(shape.group)]
 
 
 def completion_ids(tokenizer: Any, text: str) -> list[int]:

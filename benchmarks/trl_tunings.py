@@ -60,7 +60,7 @@ def prompt_once(
 
     Args:
         prompt: the processor's output for one row, without padding.
-        completion_ids: [G, T], right-padded; states after a completion's end are undefined.
+        completion_ids: [G, T].
     """
     body.rope_deltas = None
     first = body(**prompt, use_cache=True)
@@ -109,7 +109,15 @@ def trainer_class(trained: bool) -> type:
                 self._checked.add(with_gradient)
                 mask = attention_mask[:, -logits_to_keep:].bool()
                 expected, _, _ = plain(*arguments, False, False, **pictures)
-                _assert_same(logprobs[mask], expected[mask], base if with_gradient else None)
+                assert_equal(logprobs[mask], expected[mask])
+                if with_gradient:
+                    weights = [weight for weight in base.parameters() if weight.requires_grad]
+                    grads = [
+                        torch.autograd.grad(x[mask].sum(), weights, retain_graph=True)
+                        for x in (logprobs, expected)
+                    ]
+                    for mine, theirs in zip(*grads, strict=True):
+                        assert_equal(mine, theirs, scale=float(theirs.abs().max()))
             return logprobs, entropies, None
 
     return PromptOnce
@@ -155,17 +163,6 @@ def _logprobs(
         return logprobs, None
     with torch.no_grad():
         return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
-
-
-def _assert_same(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) -> None:
-    """Asserts equal values and, if a model is given, equal gradients of its trained weights."""
-    assert_equal(ours, theirs)
-    if trained is None:
-        return
-    weights = [weight for weight in trained.parameters() if weight.requires_grad]
-    grads = [torch.autograd.grad(x.sum(), weights, retain_graph=True) for x in (ours, theirs)]
-    for mine, plain in zip(*grads, strict=True):
-        assert_equal(mine, plain, scale=float(plain.abs().max()))
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:

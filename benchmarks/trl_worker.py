@@ -65,15 +65,19 @@ class TrlRun:
         self._tokenizer = self._processor.tokenizer
         self._sampler = toy.StockSampler(folder) if samples else None
         self._judge_loop = BackgroundLoop("judge")
-        self._reward = self._make_reward(api_base)
+        judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
+        self._reward: Any = VieScore(VieScoreConfig(type="viescore"), Resources(judge, "cpu"))
         self._pool = ThreadPoolExecutor(PICTURES_AT_THE_JUDGE)
         self._rows = ordered_samples(shape)
         self._sample_of = {row.instruction: row for row in self._rows}
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(  # nosec B615 # local
             folder / "policy"
         )
-        make = make_renderer if tuning.tuned else make_pipeline
-        self._renderer = make(folder, shape)
+        if tuning.tuned:
+            section = DenoisingConfig(**renderer_section(folder, shape))
+            self._renderer: Any = QwenImageEdit(section, Resources(None, "cpu"))
+        else:
+            self._renderer = make_pipeline(folder, shape)
         self._trainer = self._make_trainer(model, folder)
         self._watch()
         if tuning.caches_features:
@@ -84,10 +88,6 @@ class TrlRun:
     def _body(self) -> Any:
         """The `Qwen2_5_VLModel`, without head and adapter."""
         return self._trainer.model.get_base_model().model
-
-    def _make_reward(self, api_base: str) -> Any:
-        judge = JudgeClient(JudgeConfig(api_base=api_base, model="stub-judge"), api_base)
-        return VieScore(VieScoreConfig(type="viescore"), Resources(judge, "cpu"))
 
     def _make_trainer(self, model: Any, folder: Path) -> Any:
         from datasets import Dataset
@@ -259,45 +259,37 @@ class TrlRun:
     ) -> list[torch.Tensor]:
         """Forwards a group in one batch without the head; preprocesses its picture once."""
         prompt = self._inputs([source], [self._prompt_text(row)])
-        ids_G = [torch.tensor(toy.completion_ids(self._tokenizer, text)) for text in texts]
+        completion_ids = torch.tensor([toy.completion_ids(self._tokenizer, text) for text in texts])
         if self._tuning.prompt_once == "never":
-            return self._in_one_batch(prompt, ids_G)
-        completion_ids = torch.nn.utils.rnn.pad_sequence(ids_G, batch_first=True)
+            return self._in_one_batch(prompt, completion_ids)
         of_prompt, of_rows = prompt_once(self._body, prompt, completion_ids)
-        states_G = [
-            torch.cat([of_prompt[NUM_DROPPED_TOKENS:], states[: len(ids)]])
-            for states, ids in zip(of_rows, ids_G, strict=True)
-        ]
+        states_G = [torch.cat([of_prompt[NUM_DROPPED_TOKENS:], states]) for states in of_rows]
         if not self._checked:
             self._checked = True
-            for ours, plain in zip(states_G, self._in_one_batch(prompt, ids_G), strict=True):
+            for ours, plain in zip(
+                states_G, self._in_one_batch(prompt, completion_ids), strict=True
+            ):
                 assert_equal(ours, plain)
         return states_G
 
     def _in_one_batch(
-        self, prompt: dict[str, torch.Tensor], ids_G: list[torch.Tensor]
+        self, prompt: dict[str, torch.Tensor], completion_ids: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Forwards right-padded rows, each of which contains the prompt."""
-        pad = torch.nn.utils.rnn.pad_sequence
-        completion_ids = pad(ids_G, batch_first=True)
-        completion_mask = pad([torch.ones_like(ids) for ids in ids_G], batch_first=True)
-        num_rows = len(ids_G)
+        """Forwards rows, each of which contains the prompt. Completions have equal lengths, so no
+        row is padded."""
+        num_rows = len(completion_ids)
         inputs = {
             name: tensor.repeat(num_rows, *[1] * (tensor.ndim - 1))
             for name, tensor in prompt.items()
         }
         for name, tail in (
             ("input_ids", completion_ids),
-            ("attention_mask", completion_mask),
+            ("attention_mask", torch.ones_like(completion_ids)),
             ("mm_token_type_ids", torch.zeros_like(completion_ids)),
         ):
             inputs[name] = torch.cat([inputs[name], tail], dim=1)
         hidden = self._body(**inputs, use_cache=False).last_hidden_state
-        num_prompt = prompt["input_ids"].shape[1]
-        return [
-            states[NUM_DROPPED_TOKENS : num_prompt + len(ids)]
-            for states, ids in zip(hidden, ids_G, strict=True)
-        ]
+        return list(hidden[:, NUM_DROPPED_TOKENS:])
 
     def _ask(self, reward_input: RewardInput) -> Any:
         return self._judge_loop.submit(self._reward.grade(reward_input))
@@ -341,12 +333,6 @@ def ordered_samples(shape: Shape) -> list[Sample]:
     source: Any = toy.ToySamples(config, RowRules())
     order = PromptOrder([source], [1.0], 0, shape.num_groups)
     return [row for i in range(toy.MAX_ITERATIONS) for row in order.shard(i, 0, 1, lambda row: row)]
-
-
-def make_renderer(folder: Path, shape: Shape) -> Any:
-    """This project's renderer."""
-    config = DenoisingConfig(**renderer_section(folder, shape))
-    return QwenImageEdit(config, Resources(None, "cpu"))
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:

@@ -7,22 +7,27 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 
 _CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _CACHES.name  # one per process, and not the user's
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower with two
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("WANDB_MODE", "offline")
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",  # tiny models are slower with two
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "DS_ACCELERATOR": "cpu",
+    "WANDB_MODE": "offline",
+}.items():
+    os.environ.setdefault(_name, _value)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -126,18 +131,13 @@ def _outside_of_the_repository(tmp_path_factory: pytest.TempPathFactory) -> None
 def _own_state(tmp_path: Path) -> Iterator[None]:
     """Each test starts in its own empty folder with the same random numbers; afterwards the state
     of the process is restored, so that the order of tests does not matter."""
-    folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    path, handlers = list(sys.path), {n: signal.getsignal(n) for n in STOP_SIGNALS}
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     grad = torch.is_grad_enabled()
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    os.chdir(tmp_path)
-    _seed()
-    yield
-    os.chdir(folder)
-    if os.environ != environment:
-        os.environ.clear()
-        os.environ.update(environment)
+    with chdir(tmp_path), patch.dict(os.environ):
+        _seed()
+        yield
     sys.path[:] = path
     for number, handler in handlers.items():
         if signal.getsignal(number) is not handler is not None:

@@ -23,14 +23,11 @@ def weigh(text: str) -> Counter[str]:
     and imports."""
     weight: Counter[str] = Counter(statements=0, nodes=0)
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            weight["nodes"] -= isinstance(node.value.value, str)  # the string, which is counted too
-            weight["statements"] -= isinstance(node.value.value, str)
-            weight["nodes"] -= isinstance(node.value.value, str)
-        weight["statements"] += isinstance(node, ast.stmt)
-        weight["nodes"] += isinstance(node, (ast.stmt, ast.expr))
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            constant = node.value if isinstance(node, ast.Expr) else None
+            is_text = isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+            weight["statements"] += isinstance(node, ast.stmt) and not is_text
+            weight["nodes"] += isinstance(node, (ast.stmt, ast.expr)) - 2 * is_text  # and its text
     return weight
 
 

@@ -26,7 +26,7 @@ from rl.tools.commands import check_gpu
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
 ENGINES = ROOT / "rl" / "engines"
-KERNELS, ENGINE = "algorithm/attention_kernels.py", "engines/vllm.py"
+KERNELS = "algorithm/attention_kernels.py"
 OBJECTS = {
     (ENGINES / "vllm.py", "self._llm"): "vllm.LLM",
     (ENGINES / "vllm.py", "engine"): "vllm.v1.engine.llm_engine.LLMEngine",
@@ -39,8 +39,6 @@ OBJECTS = {
     (ENGINES / "vllm_process.py", "core"): "vllm.v1.engine.core_client.InprocClient",
 }
 """(file, expression) -> the class of the object, where an import does not tell it."""
-
-GIVEN_TO_VLLM = ("requests.V1Grammar", "requests.V2Grammar")
 
 
 # Binding
@@ -132,17 +130,17 @@ def signature_of(function: Any) -> inspect.Signature:
         operator = operator.default
     if not isinstance(operator, torch._ops.OpOverload):
         return inspect.signature(function)
-    parameters = []
-    for argument in operator._schema.arguments:
-        name = "self_" if argument.name == "self" else argument.name
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if argument.kwarg_only:
-            kind = inspect.Parameter.KEYWORD_ONLY
-        default = inspect.Parameter.empty
-        if argument.has_default_value():
-            default = argument.default_value
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(parameters)
+    one = inspect.Parameter
+    return inspect.Signature(
+        [
+            one(
+                "self_" if argument.name == "self" else argument.name,
+                one.KEYWORD_ONLY if argument.kwarg_only else one.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else one.empty,
+            )
+            for argument in operator._schema.arguments
+        ]
+    )
 
 
 def faults(library: str, files: dict[Path, str]) -> tuple[list[str], int]:
@@ -152,8 +150,7 @@ def faults(library: str, files: dict[Path, str]) -> tuple[list[str], int]:
         for path, call in calls(file, text, library):
             why = problem(path, call)
             num_right += why == ""
-            if why:
-                wrong.append(f"{file.relative_to(ROOT)}:{call.lineno}: {why}")
+            wrong += [f"{file.relative_to(ROOT)}:{call.lineno}: {why}"] if why else []
     return wrong, num_right
 
 
@@ -178,19 +175,9 @@ def test_calls_fit_the_installed_library(library: str, at_least: int) -> None:
 @pytest.mark.parametrize(
     ("file", "call", "planted", "why"),
     [
-        (
-            "algorithm/attention_kernels.py",
-            "causal=runs.causal)",
-            "causal=runs.causal, sink=1)",
-            "sink",
-        ),
-        (
-            "algorithm/attention_kernels.py",
-            "runs.causal, random_state)",
-            "runs.causal, random_state, state=1)",
-            "state",
-        ),
-        ("algorithm/attention_kernels.py", "_varlen_attn(", "_varlen_attention(", "there is no"),
+        (KERNELS, "causal=runs.causal)", "causal=runs.causal, sink=1)", "sink"),
+        (KERNELS, "runs.causal, random_state)", "runs.causal, random_state, state=1)", "state"),
+        (KERNELS, "_varlen_attn(", "_varlen_attention(", "there is no"),
         pytest.param(
             "engines/vllm.py", "sleep(level=1)", "sleep(depth=1)", "depth", marks=pytest.mark.slow
         ),
@@ -206,7 +193,7 @@ def test_a_planted_wrong_argument_is_found(file: str, call: str, planted: str, w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GIVEN_TO_VLLM)
+@pytest.mark.parametrize("name", ["requests.V1Grammar", "requests.V2Grammar"])
 def test_methods_that_vllm_calls_take_what_it_passes(name: str) -> None:
     pytest.importorskip("vllm")
     ours = found(f"rl.engines.vllm_{name}")

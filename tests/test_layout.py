@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from functools import cache, reduce
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,23 +58,38 @@ LAYERS = [
 ]
 """Layers of folders of `rl/`, or files beside them: a file imports only from its own folder and
 from earlier layers."""
-STARTS_TOOLS = ("__main__.py", "__init__.py", "test_distributed_env.py")
-"""Files of `rl/` that may import `rl/tools`, which works before or after a run."""
 ENTRY = "rl.ranks.worker"
 """A program that no other file imports and that may import from more folders."""
 
-FENCES = {
-    "vllm": r"rl/engines/vllm\w*\.py",
-    "deepspeed": r"rl/learner/backends\.py",
-    "diffusers": r"rl/(renderers/[\w/]+|tools/rehearsal)\.py",
-    "httpx": r"rl/judge/(http|client)\.py",
-    "wandb": r"rl/tools/commands/follow\.py",
-    "tensorboard": r"rl/tools/commands/follow\.py",
-    "trackio": r"rl/tools/commands/follow\.py",
-    "datasets": r"rl/data/[\w/]+\.py",
-    "ray": r"rl/pool/ray_process\.py",
-}
-"""Third-party package -> the only files that may import it."""
+BANNED = {
+    "the trainer imports no tools, which work before or after a run": (
+        r"rl/(?!tools/|__main__|__init__|test_distributed_env).*", r"rl\.tools\b.*"),
+    "nobody imports this program": ("rl/.*", re.escape(ENTRY)),
+    "the algorithm imports only torch, and neither reads nor writes": (
+        "rl/algorithm/.*",
+        rf"(?!({'|'.join({'torch', 'rl', *sys.stdlib_module_names} - {'os', 'pathlib'})})\b).*"),
+    "one function opens pictures": ("rl/.*", r"PIL\.Image\.open"),
+    "the tiny world's plugins import only what third-party plugins may": (
+        "tiny_world/data/.*", r"rl\.(?!api\.|config\.schema\.Section).*"),
+    # No run needs the builder of its weights.
+    "the rest of the tiny world imports nothing of this project": (
+        "tiny_world/(?!data/|builder/).*", r"rl\..*"),
+    "a file that imports another test file fails when its folder is run alone": (
+        "tests/.*", r"(.*\.)?test_.*"),
+    **{f"only this file imports {package}": (f"rl/(?!{files}$).*", rf"{package}(\..*)?")
+       for package, files in {
+           "vllm": r"engines/vllm\w*\.py",
+           "deepspeed": r"learner/backends\.py",
+           "diffusers": r"(renderers/[\w/]+|tools/rehearsal)\.py",
+           "httpx": r"judge/(http|client)\.py",
+           "wandb": r"tools/commands/follow\.py",
+           "tensorboard": r"tools/commands/follow\.py",
+           "trackio": r"tools/commands/follow\.py",
+           "datasets": r"data/[\w/]+\.py",
+           "ray": r"pool/ray_process\.py",
+       }.items()},
+}  # fmt: skip
+"""Why -> (files that may not import, modules), as patterns."""
 
 
 class Import(NamedTuple):
@@ -89,41 +104,43 @@ class Import(NamedTuple):
     def place(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
 
+    @property
+    def importer(self) -> str:
+        """Dotted."""
+        return module_name(self.file)
+
 
 def imports_of(file: Path) -> Iterator[Import]:
-    tree = ast.parse(file.read_text())
-    nodes = list(ast.walk(tree))
-    blocks = (node for node in nodes if isinstance(node, ast.If))
-    guards = [b for b in blocks if isinstance(b.test, ast.Name) and b.test.id == "TYPE_CHECKING"]
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    blocks = [node for node in nodes if isinstance(node, ast.If)]
+    guards = [block for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING"]
     typed = {id(node) for guard in guards for node in ast.walk(guard)}
     for node in nodes:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
-            # `from rl.folder import plugin` may import a module.
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            yield Import(file, node.lineno, name, id(node) in typed)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parent = ""
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+                parent = f"{node.module}."  # `from rl.folder import plugin` may import a module
+            for alias in node.names:
+                yield Import(file, node.lineno, parent + alias.name, id(node) in typed)
 
 
 @cache
-def imports() -> list[Import]:
-    return [each for file in SOURCES for each in imports_of(file)]
+def imports(folder: str) -> list[Import]:
+    return [each for file in sorted((ROOT / folder).rglob("*.py")) for each in imports_of(file)]
 
 
-def test_test_files_import_helpers_and_no_test_files() -> None:
-    """A file that imports another test file fails when its folder is run alone."""
+@pytest.mark.parametrize("why", BANNED)
+def test_no_file_imports_what_it_may_not(why: str) -> None:
+    files, modules = BANNED[why]
     wrong = [
         each.place
-        for file in (ROOT / "tests").rglob("*.py")
-        if re.search(r"^\s*(from|import)\b.*\btest_", file.read_text(), re.M)
-        for each in imports_of(file)
-        if any(word.startswith("test_") for word in each.module.split("."))
+        for each in imports(files.partition("/")[0])
+        if re.fullmatch(files, each.file.relative_to(ROOT).as_posix())
+        and re.fullmatch(modules, each.module)
+        and not (each.for_types_only and why.startswith("only this file"))
     ]
-    assert not wrong, wrong
+    assert not wrong, why
 
 
 OURS = [
@@ -145,25 +162,16 @@ def places_of(kind: type[ast.AST], words: str) -> Iterator[tuple[Path, str, Any]
 
 def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines` also splits at characters inside of values; `rl/files.py` reads lines."""
-    wrong = [
-        place
-        for file, place, node in places_of(ast.Attribute, "splitlines|readlines")
-        if node.attr in ("splitlines", "readlines")
-        and file != ROOT / "rl/files.py"  # reads lines of a binary file
-    ]
-    assert not wrong, wrong
+    for file, place, node in places_of(ast.Attribute, "splitlines|readlines"):
+        reads = node.attr in ("splitlines", "readlines")
+        assert not reads or file == ROOT / "rl/files.py", place  # reads lines of a binary file
 
 
 def test_one_function_opens_pictures() -> None:
     """It restricts the formats, as Pillow starts other programs for some."""
-    wrong = [
-        place
-        for file, place, node in places_of(ast.Call, r"Image\.open")
-        if ast.unparse(node.func).endswith("Image.open")
-        and file != ROOT / "rl/files.py"
-        and not (file in TINY_WORLD and "formats" in [keyword.arg for keyword in node.keywords])
-    ] + [each.place for each in imports() if each.module == "PIL.Image.open"]
-    assert not wrong, wrong
+    for file, place, node in places_of(ast.Call, r"Image\.open"):
+        if ast.unparse(node.func).endswith("Image.open") and file != ROOT / "rl/files.py":
+            assert file in TINY_WORLD and "formats" in {key.arg for key in node.keywords}, place
 
 
 def folder_of(dotted: str) -> str:
@@ -172,9 +180,8 @@ def folder_of(dotted: str) -> str:
 
 
 def layer(folder: str) -> int:
-    numbers = [number for number, folders in enumerate(LAYERS) if folder in folders]
-    assert numbers, f"rl/{folder} has no layer in test_layout.py"
-    return numbers[0]
+    [number] = [number for number, folders in enumerate(LAYERS) if folder in folders]
+    return number
 
 
 def module_name(file: Path) -> str:
@@ -185,26 +192,13 @@ def module_name(file: Path) -> str:
 def test_imports_only_go_down() -> None:
     upward = [
         each.place
-        for each in imports()
+        for each in imports("rl")
         if each.module.startswith("rl.") and each.file != ROOT / "rl" / "__init__.py"
-        for importer, imported in [(folder_of(module_name(each.file)), folder_of(each.module))]
+        for importer, imported in [(folder_of(each.importer), folder_of(each.module))]
         if importer != imported and layer(imported) >= layer(importer)
-        if module_name(each.file) != ENTRY or layer(imported) > layer("record")
+        if each.importer != ENTRY or layer(imported) > layer("record")
     ]
-    assert not upward, upward
-    assert not [each.place for each in imports() if each.module == ENTRY]
-
-
-def test_the_trainer_imports_no_tools() -> None:
-    """It may start them as programs."""
-    wrong = [
-        each.place
-        for each in imports()
-        if each.module.startswith("rl.tools")
-        and each.file.relative_to(ROOT / "rl").parts[0] != "tools"
-        and each.file not in [ROOT / "rl" / name for name in STARTS_TOOLS]
-    ]
-    assert not wrong, wrong
+    assert not upward
 
 
 def test_every_program_guards_what_it_prints() -> None:
@@ -224,18 +218,12 @@ def test_every_program_guards_what_it_prints() -> None:
 
 def test_there_are_no_import_cycles() -> None:
     """Also inside a folder; imports in functions and imports only for types count, too."""
-    names = {module_name(file) for file in SOURCES}
-    graph: dict[str, set[str]] = {name: set() for name in names}
-    for each in imports():
-        importer = module_name(each.file)
-        imported = each.module if each.module in names else each.module.rpartition(".")[0]
-        if imported in names and imported != importer:
-            graph[importer].add(imported)
-    order = TopologicalSorter(graph)
-    try:
-        order.prepare()
-    except CycleError as error:
-        pytest.fail(f"these files need each other: {' -> '.join(error.args[1])}")
+    graph: dict[str, set[str]] = {module_name(file): set() for file in SOURCES}
+    for each in imports("rl"):
+        imported = each.module if each.module in graph else each.module.rpartition(".")[0]
+        if imported in graph and imported != each.importer:
+            graph[each.importer].add(imported)
+    TopologicalSorter(graph).prepare()
 
 
 def test_no_two_files_share_a_name() -> None:
@@ -264,66 +252,19 @@ def test_files_are_neither_scraps_nor_endless() -> None:
 
 def test_a_plugin_imports_no_other_plugin() -> None:
     homes = {build.class_path(folder, name).rpartition(".")[0] for folder, name in PLUGS}
-    wrong = [
-        each.place
-        for each in imports()
-        if module_name(each.file) in homes
-        and {each.module, each.module.rpartition(".")[0]} & homes - {module_name(each.file)}
-    ]
     assert homes <= {module_name(file) for file in SOURCES}
-    assert not wrong, wrong
+    for each in imports("rl"):
+        if each.importer in homes:
+            named = {each.module, each.module.rpartition(".")[0]}
+            assert not named & homes - {each.importer}, each.place
 
 
 def test_the_source_never_names_the_tiny_world() -> None:
     """It is a third-party package, which not even a comment names."""
-    wrong = [
-        f"{file.relative_to(ROOT)}:{number}"
-        for file in (ROOT / "rl").rglob("*")
-        if file.suffix in (".py", ".txt")
-        for number, line in enumerate(file.read_text().split("\n"), 1)
-        if re.search(r"tiny.?world|\bshape_(prompts|questions|tokens)\b", line, re.IGNORECASE)
-    ]
-    assert not wrong, wrong
-
-
-def test_the_tiny_world_imports_only_what_third_party_plugins_may() -> None:
-    """Its plugins import only `rl/api` and the base class of a config section from this project (no
-    run needs the builder of its weights, which is exempt)."""
-    wrong = [
-        each.place
-        for file in TINY_WORLD
-        if "builder" not in file.parts
-        for each in imports_of(file)
-        if each.module.startswith("rl.")
-        and (
-            file.parent.name != "data"
-            or not each.module.startswith(("rl.api.", "rl.config.schema.Section"))
-        )
-    ]
-    assert not wrong, wrong
-
-
-def test_third_party_packages_are_imported_only_in_their_files() -> None:
-    wrong = [
-        each.place
-        for each in imports()
-        for package in [each.module.split(".")[0]]
-        if package in FENCES
-        and not each.for_types_only
-        and not re.fullmatch(FENCES[package], each.file.relative_to(ROOT).as_posix())
-    ]
-    assert not wrong, wrong
-
-
-def test_the_algorithm_imports_only_torch_and_does_no_input_or_output() -> None:
-    allowed = {"torch", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
-    wrong = [
-        each.place
-        for each in imports()
-        if folder_of(module_name(each.file)) == "algorithm"
-        and each.module.split(".")[0] not in allowed
-    ]
-    assert not wrong, wrong
+    named = re.compile(r"tiny.?world|\bshape_(prompts|questions|tokens)\b", re.IGNORECASE)
+    texts = {file: file.read_text() for file in (ROOT / "rl").rglob("*.*") if file.is_file()
+             if file.suffix in (".py", ".txt")}  # fmt: skip
+    assert not [file for file, text in texts.items() if named.search(text)]
 
 
 @pytest.mark.slow
@@ -377,20 +318,15 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
         for above, line in itertools.pairwise(lines)
         if (match := re.match(r"\s*(// )?'?(\w+)'?:", line)) and above.strip().startswith("//")
     }
-    num_keys = 0
+    assert len(commented) > 70
     for key, section in sections(RunConfig):
-        values = written
-        for part in key.split(".") if key else []:
-            values = values.get(part)
+        values = reduce(dict.__getitem__, filter(None, key.split(".")), written)
         for name, field in section.model_fields.items():
-            num_keys += 1
             assert name in commented, f"{key}.{name} has no comment in base.libsonnet"
             is_section = name in dict(sections(RunConfig)) and field.default is not None
-            if field.is_required() or is_section:
-                continue
-            default = json.loads(json.dumps(field.default))
-            assert values.pop(name) == default, f"{key}.{name}"
+            if not field.is_required() and not is_section:
+                default = json.loads(json.dumps(field.default))
+                assert values.pop(name) == default, f"{key}.{name}"
     assert_documented(RunConfig)
     unknown = [name for name in written if not isinstance(written[name], dict) or written[name]]
     assert not unknown, f"base.libsonnet has keys that the schema has not: {unknown}"
-    assert num_keys > 70

@@ -8,6 +8,7 @@ import re
 import textwrap
 import tomllib
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import _jsonnet
@@ -17,6 +18,7 @@ from PIL import Image
 from tiny_typing import typing_errors
 
 from rl import build
+from rl.__main__ import COMMANDS
 from rl.api.plugin import Resources
 from rl.api.types import RenderJob, RewardInput, Sample
 from rl.check import check_report
@@ -142,3 +144,109 @@ def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0 and text.endswith("nothing is wrong")
     assert f"prompts 14 an iteration 2 on each of {len(trained)} ranks" in text
+
+
+SEEDS, BENCH = "python -m benchmarks.seeds", "rl bench-gpu"
+BESIDE, WANDER = "python -m benchmarks.side_by_side", "## How far controls wander"
+SIX = "## One group of 8, prompt to completion 6:1 as in real runs (427 to 72 tokens)"
+THIRTEEN = "## One group of 8, prompt to completion 13:1 (427 to 32 tokens)"
+QUICKSTART = "## quickstart and its control: 8 new seeds, 256 fresh held-out samples"
+SIMULATED = "python -m benchmarks.audit_power"
+OPERATIONS = "python -m benchmarks.picture_flops"
+DEFECTS = "python -m benchmarks.judge_defects"
+QUOTED = [
+    ("README.md", "about 150 s of training", SEEDS, "seeds.md", ""),
+    ("README.md", "two iterations of a 7B policy with a 20B editor", BENCH, "gpu.md", "## Memory"),
+    ("README.md", "rose by 0.27", SEEDS, "seeds.md", WANDER),
+    ("README.md", "| 0.284 | **0.984 ± 0.002** | 0.981 | 0.298 ± 0.022 | 8 |",
+     SEEDS, "seeds.md", QUICKSTART),
+    ("README.md", "| 0.264 | **0.843 ± 0.013** | 0.832 | 0.282 ± 0.010 | 3 |",
+     SEEDS, "seeds.md", "### tiny_qwen_image_21"),
+    ("README.md", "| 0.257 | **0.947 ± 0.006** | 0.939 | 0.262 ± 0.009 | 3 |",
+     SEEDS, "seeds.md", "### tiny_thinking"),
+    ("README.md", "| 0.455 | **0.968 ± 0.004** | 0.964 | 0.472 ± 0.029 | 3 |",
+     SEEDS, "seeds.md", "### tiny_prompts"),
+    ("README.md", "| 0.262 | **0.951 ± 0.016** | 0.941 | 0.298 ± 0.055 | 3 |",
+     SEEDS, "seeds.md", "### tiny_reasoning"),
+    ("README.md", "| 0.284 | **0.873 ± 0.013** | 0.858 | 0.069 ± 0.010 | 3 |",
+     SEEDS, "seeds.md", "### tiny_earl"),
+    ("README.md", "Each score is the mean over 256 held-out samples",
+     SEEDS, "seeds.md", QUICKSTART),
+    ("README.md", "by 0.006 to 0.03 (standard error)", SEEDS, "seeds.md", ""),
+    ("docs/first-run.md", "about 150 s", SEEDS, "seeds.md", ""),
+    ("docs/first-run.md", "fell from 0.195 to 0.074", SEEDS, "seeds.md", "### tiny_earl"),
+    ("docs/first-run.md",
+     "by -0.080 to +0.078 over its first evaluation on 19 of 20 seeds, and once to +0.266 (seed "
+     "4008: 0.327, 0.593, 0.373, 0.359, 0.420); `tiny_thinking_control` by -0.085 to +0.203; "
+     "`tiny_earl_control` fell by 0.13 to 0.275", SEEDS, "seeds.md", WANDER),
+    ("docs/first-run.md", "the quickstart's editor scores 1.00 before and after training (worst "
+     "seed 0.98)", SEEDS, "seeds.md", QUICKSTART),
+    ("docs/troubleshooting.md", "rose by 0.27", SEEDS, "seeds.md", WANDER),
+    ("docs/memory-and-speed.md", "**1.3 times** this project's FLOPs on the policy side and 1.4 "
+     "times its CPU seconds", BESIDE, "side_by_side.md", THIRTEEN),
+    ("docs/memory-and-speed.md", "only 1.06 times the FLOPs and 1.08 times the CPU seconds** where "
+     "the prompt is 13 times", BESIDE, "side_by_side.md", THIRTEEN),
+    ("docs/memory-and-speed.md", "1.08 and 1.09 times", BESIDE, "side_by_side.md", SIX),
+    ("docs/memory-and-speed.md", "commit 88593e05 measured 1.06 times the FLOPs and 1.01 to 1.08",
+     BESIDE, "side_by_side.md", "# Side by side"),
+    ("docs/memory-and-speed.md", "10.4 at 6:1, 14.5 at 13:1", BESIDE, "side_by_side.md", ""),
+    *(("docs/memory-and-speed.md", f"| {six} | {thirteen} |", BESIDE, "side_by_side.md", "")
+      for six, thirteen in (
+          ("10.4x | 11.3x", "14.5x | 14.7x"), ("6.5x | 6.6x", "8.9x | 8.3x"),
+          ("4.5x | 4.8x", "6.1x | 6.5x"), ("3.0x | 3.2x", "3.8x | 3.8x"),
+          ("**1.3x** | **1.4x**", "**1.3x** | **1.4x**"),
+          ("29.66 (29.48) |", "20.15 (20.06) |"))),
+    ("docs/memory-and-speed.md", "stock 437 MB, tuned 629 MB, ours **219 MB**",
+     BESIDE, "side_by_side.md", "## Memory"),
+    ("docs/memory-and-speed.md", "stock 8.2 s, tuned 2.1 s, ours **1.9 s, and 0.0 s",
+     BESIDE, "side_by_side.md", "## Latency"),
+    ("docs/memory-and-speed.md", "1.19 to 1.35 times as fast as diffusers'",
+     BENCH, "gpu.md", "## Speed"),
+    ("docs/gpu.md", "rendering ran at 383 TFLOP/s", BENCH, "gpu.md", "## Speed"),
+    ("docs/gpu.md", "had 0.03 to 0.045", BENCH, "gpu.md", "## Log-probs of a 7B in bfloat16"),
+    ("docs/gpu.md", "(20.3 PFLOP)", OPERATIONS, "picture_flops.md", ""),
+    ("docs/gpu.md", "(3.05 PFLOP)", OPERATIONS, "picture_flops.md", ""),
+    ("docs/models.md", "Qwen-Image-Edit 20.3; Qwen-Image-Edit-2511 13.8; Qwen-Image-2.1 2.7 from "
+     "text alone, and 3.1, 3.8 and 6.4 with 1, 3 and 10", OPERATIONS, "picture_flops.md", ""),
+    ("docs/check-gpu.md", "with 16 cores", "rl check-gpu", "gpu.md", ""),
+    ("docs/check-gpu.md", "took 179 s side by side", "rl check-gpu", "gpu.md",
+     "## What was proven"),
+    ("docs/judge.md", "with 64 cases 0.97 passes and 0.85 fails in at least 98 %",
+     SIMULATED, "audit_power.md", ""),
+    ("docs/judge.md", "under noise of 1 and 2 points of 10",
+     "python -m benchmarks.judge_noise", "judge_noise.md", ""),
+    ("docs/judge.md", "no_edit 64 75% 25% 0.88 (0.81-0.92) 0.25 0%",
+     DEFECTS, "judge_defects.md", "## ignores a category"),
+    ("docs/judge.md", "all kinds 576 88% 12% 0.94 (0.89-0.97) 0.12",
+     DEFECTS, "judge_defects.md", "## ignores a category"),
+    ("docs/judge.md", "erase 64 42% 58% 0.71 (0.54-0.84) 0.58",
+     DEFECTS, "judge_defects.md", "## ignores a category"),
+    ("docs/judge.md", "values: 2 levels; 79% are 0, 21% are 1 ungraded: 0 of 720 FAIL erase: AUROC "
+     "0.71", DEFECTS, "judge_defects.md", "## ignores a category"),
+]  # fmt: skip
+"""(page, what it quotes, command that prints it, file of its results, section of that file)."""
+
+
+def numbers(text: str) -> list[str]:
+    """'16' of '16 cores' and '1.3' of '1.3x', nothing of 'H100', '-2511' or '88593e05'."""
+    return re.findall(r"(?<![\w.])(?<![A-Za-z]-)\d+(?:\.\d+)?(?=x?B?%?(?!\w))", text)
+
+
+@pytest.mark.parametrize(("page", "quote", "command", "results", "heading"), QUOTED)
+def test_a_quoted_figure_is_what_its_command_printed(
+    page: str, quote: str, command: str, results: str, heading: str
+) -> None:
+    """Up to rounding to the quote's digits."""
+    assert quote in " ".join((ROOT / page).read_text("utf-8").split())
+    name = command.split()[-1]
+    assert find_spec(COMMANDS[name].module if name in COMMANDS else name)
+    text = (ROOT / "benchmarks/results" / results).read_text("utf-8")
+    assert command in " ".join(text.split())
+    if heading:
+        level = heading.split()[0]
+        text = text.partition(f"{heading}\n")[2].partition(f"\n{level} ")[0]
+    recorded = [float(number) for number in numbers(text)]
+    for figure in numbers(quote):
+        half_a_digit = 0.5 * 10 ** -len(figure.partition(".")[2]) + 1e-9
+        near = [number for number in recorded if abs(number - float(figure)) <= half_a_digit]
+        assert near, f"{figure} is not in {results} {heading}"

@@ -1,8 +1,7 @@
 """Injects faults into tiny runs, one per case, and reports whether each run survives or stops well.
 
     python -m benchmarks.faults                          # all; exit code 1 if any outcome is bad
-    python -m benchmarks.faults --out campaign.jsonl     # continues an interrupted campaign
-    python -m benchmarks.faults --only 'judge' --list
+    python -m benchmarks.faults --only judge             # those whose name contains this
 
 Good outcomes: survived; stopped (a clear message, nothing lost). Bad ones: LOST (an iteration, or
 the run), SILENT (wrong without a message), HUNG, UNCLEAR (no clear message).
@@ -11,19 +10,17 @@ the run), SILENT (wrong without a message), HUNG, UNCLEAR (no clear message).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults.cases import CASES, Case
-from benchmarks.faults.harness import Harness
 from benchmarks.faults.processes import map_at_once, quiet_processes
-from benchmarks.faults.trial import BAD, GOOD, Outcome, try_case
-from rl.files import append_line, json_line, read_rows
+from benchmarks.faults.trial import BAD, GOOD, Harness, Outcome, try_case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,55 +30,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--only", default="", help="cases whose 'group | place | kind' contains this text")
     add("--sample", type=int, default=0, help="number of randomly chosen cases; 0: all")
     add("--jobs", type=int, default=2, help="number of processes")
-    add("--list", action="store_true", help="list the cases and start nothing")
-    add("--out", type=Path, help="JSONL of outcomes; cases that it contains are not tried again")
     args = parser.parse_args(argv)
     cases = [case for case in CASES if args.only in case.name]
     if args.sample:
         cases = random.Random(0).sample(cases, min(args.sample, len(cases)))
-    if args.list:
-        print(*(case.name for case in cases), f"{len(cases)} cases", sep="\n")
-        return 0
-    outcomes = known(args.out, cases) if args.out else {}
     quiet_processes()
+    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        missing = [case for case in cases if case.name not in outcomes]
-        harness = Harness(Path(folder)) if missing else None
-        numbered = list(enumerate(missing))
-        for (_, case), outcome in zip(
-            numbered,
-            map_at_once(lambda pair: tried(harness, pair[1], pair[0]), numbered, args.jobs),
-            strict=True,
+        tried = partial(_tried, Harness(Path(folder)))
+        for case, outcome in zip(
+            cases, map_at_once(tried, enumerate(cases), args.jobs), strict=True
         ):
-            outcomes[case.name] = outcome
+            outcomes.append(outcome)
             print(f"{outcome.verdict:9s} {case.name}: {outcome.why}", flush=True)
-            if args.out:
-                append_line(args.out, json_line({"name": case.name, **dataclasses.asdict(outcome)}))
     print(table(cases, outcomes))
-    return int(any(outcome.verdict in BAD for outcome in outcomes.values()))
+    return int(any(outcome.verdict in BAD for outcome in outcomes))
 
 
-def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
+def _tried(harness: Harness, numbered: tuple[int, Case]) -> Outcome:
     """The outcome of a case; an error in the campaign's own code is a bad outcome."""
-    assert harness is not None
     try:
-        return try_case(harness, case, number)
+        return try_case(harness, *numbered)
     except Exception as error:
-        return Outcome("NOT TRIED", repr(error), None, 0.0)
+        return Outcome("NOT TRIED", repr(error))
 
 
-def known(path: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Name -> outcome of those `cases` that the JSONL file has."""
-    names = {case.name for case in cases}
-    rows = read_rows(path)[0] if path.is_file() else []
-    return {name: Outcome(**row) for row in rows if (name := row.pop("name")) in names}
-
-
-def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
+def table(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> str:
     """Counts by group and outcome, as Markdown."""
     verdicts = [*GOOD, *BAD]
     lines = [f"| group | cases | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 2) + "|"]
-    counts = Counter((case.group, outcomes[case.name].verdict) for case in cases)
+    counts = Counter((c.group, outcome.verdict) for c, outcome in zip(cases, outcomes, strict=True))
     for group in [*dict.fromkeys(case.group for case in cases), "all"]:
         numbers = [sum(n for (g, v), n in counts.items() if group in (g, "all") and v == verdict)
                    for verdict in verdicts]  # fmt: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
-from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
+from benchmarks.faults.inject import EndAt, FailAtFile, Injection
 from tests.helpers.tiny_faulty_judge import GOOD, Fault, dripping, envelope, page, raw
 
 FIRST_OF_TRAINING = 2
@@ -112,10 +112,14 @@ def _calls() -> Iterator[Case]:
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for action in _ACTIONS:
-            inject = DoAt(*_CALLS[place], action)
-            is_lost = action.startswith("run folder")
-            can_save = action == "the console is gone"
-            yield Case("call", place, action, inject, can_save=can_save, cannot_resume=is_lost)
+            yield Case(
+                "call",
+                place,
+                action,
+                EndAt(*_CALLS[place], action),
+                can_save=action == "the console is gone",
+                cannot_resume=action.startswith("run folder"),
+            )
 
 
 # File operations. Pattern of the path -> number of the operation, mostly in the second iteration.
@@ -155,14 +159,12 @@ def _files() -> Iterator[Case]:
 
 
 def _file(operation: str, pattern: str, count: int, kind: str) -> Case:
-    inject = FailAtFile(operation, pattern, count, kind)
-    permanent = kind.endswith("+") or kind == "FULL"
     return Case(
         "file",
         f"{operation} {pattern}",
         kind,
-        inject,
-        can_save=not permanent,
+        FailAtFile(operation, pattern, count, kind),
+        can_save=not (kind.endswith("+") or kind == "FULL"),  # else the fault is permanent
         changes_record=pattern in _RECORD or kind == "FULL",
     )
 
@@ -211,19 +213,22 @@ _AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower 
 
 def _judge() -> Iterator[Case]:
     for kind, fault in _JUDGE.items():
-        judge_fault = JudgeFault(fault, FIRST_OF_TRAINING + 4)
         yield Case(
             "judge",
             "once, in the second iteration",
             kind,
-            judge=judge_fault,
+            judge=JudgeFault(fault, FIRST_OF_TRAINING + 4),
             save_every=3,
             adds_to_record=True,
         )
     for kind in _PERMANENT:
-        permanent = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
-        place = "from the second iteration on"
-        yield Case("judge", place, kind, judge=permanent, save_every=3)
+        yield Case(
+            "judge",
+            "from the second iteration on",
+            kind,
+            judge=JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0),
+            save_every=3,
+        )
     for kind in _AT_START:
         yield Case("judge", "the first question", kind, judge=JudgeFault(_JUDGE[kind], 1))
         yield Case("judge", "its list of models", kind, judge=JudgeFault(_JUDGE[kind], 0))
@@ -324,24 +329,21 @@ _REPLACEABLE = ("last_checkpoint.txt", ".lock", ".saving.lock")
 """A run continues even if a folder has replaced one of these files."""
 
 
-@dataclass(frozen=True)
-class Damage:
-    """Damages files of a run that is not running."""
-
-    files: tuple[str, ...]
-    kind: str
-
-    def __call__(self, run_dir: Path) -> None:
-        for file in self.files:
-            _DAMAGE[self.kind](run_dir / file)
+def _damage_files(files: Iterable[str], kind: str, run_dir: Path) -> None:
+    for file in files:
+        _DAMAGE[kind](run_dir / file)
 
 
 def _damage() -> Iterator[Case]:
     for kind in _DAMAGE:
         for file in _CHECKPOINT_FILES:
-            damage = Damage((_NEWEST + file,), kind)
-            says = "step_000002 is damaged"
-            yield Case("damage", f"newest checkpoint: {file}", kind, damage=damage, says=says)
+            yield Case(
+                "damage",
+                f"newest checkpoint: {file}",
+                kind,
+                damage=partial(_damage_files, [_NEWEST + file], kind),
+                says="step_000002 is damaged",
+            )
         for file in _RUN_FILES:
             is_metrics = file == "metrics.jsonl"
             if is_metrics and kind == "a bit flipped":
@@ -352,15 +354,20 @@ def _damage() -> Iterator[Case]:
                 "damage",
                 file,
                 kind,
-                damage=Damage((file,), kind),
+                damage=partial(_damage_files, [file], kind),
                 says="metrics.jsonl" if is_metrics else says,
                 changes_record=is_metrics,
                 cannot_resume=is_in_the_way,
             )
-        both = tuple(f"checkpoints/step_00000{n}/state.safetensors" for n in (1, 2))
-        damage = Damage(both, kind)
-        says = "none of the 2 checkpoints"
-        yield Case("damage", "all checkpoints", kind, damage=damage, says=says, cannot_resume=True)
+        both = [f"checkpoints/step_00000{n}/state.safetensors" for n in (1, 2)]
+        yield Case(
+            "damage",
+            "all checkpoints",
+            kind,
+            damage=partial(_damage_files, both, kind),
+            says="none of the 2 checkpoints",
+            cannot_resume=True,
+        )
     yield Case(
         "damage",
         "checkpoints/",

@@ -39,15 +39,7 @@ def trigger(how: str, path: str | None = None) -> None:
 
 def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
     """Triggers the fault before the count-th call of the function `module:Class.method`."""
-    calls = 0
-
-    def before(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == count:
-            trigger(how)
-
-    at_calls(where, before)
+    EndAt(where, count, how)(Path())
 
 
 def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
@@ -156,31 +148,19 @@ Injection = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class EndAt:
-    """`end_at` as an `Injection`."""
+    """A fault before the count-th call of the function `module:Class.method`."""
 
     where: str
     count: int
     how: str = "SIGKILL"
-
-    def __call__(self, run_dir: Path) -> None:
-        end_at(self.where, self.count, self.how)
-
-
-@dataclass(frozen=True)
-class DoAt:
-    """Makes a process damage itself or its run folder before the count-th call of a function."""
-
-    where: str
-    count: int
-    what: str
-    """A key of `ACTIONS`."""
+    """As in `trigger`, or a key of `ACTIONS`."""
 
     def __call__(self, run_dir: Path) -> None:
         calls = itertools.count(1)
 
         def before(*_: object, **__: object) -> None:
             if next(calls) == self.count:
-                ACTIONS[self.what](run_dir)
+                ACTIONS.get(self.how, lambda _: trigger(self.how))(run_dir)
 
         at_calls(self.where, before)
 

@@ -6,10 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-
-T = TypeVar("T")
-R = TypeVar("R")
+from typing import Any
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -28,7 +25,7 @@ def quiet_processes() -> None:
     context.set_forkserver_preload(["tests.helpers.tiny_preload", "benchmarks.faults.run_imports"])
 
 
-def map_at_once(act: Callable[[T], R], cases: Iterable[T], jobs: int) -> Iterator[R]:
+def map_at_once(act: Callable[[Any], Any], cases: Iterable[Any], jobs: int) -> Iterator[Any]:
     """Yields `act(case)` in order, computed `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(act, cases)

@@ -1,7 +1,6 @@
 """Kills a tiny run with kill -9 before every file operation of a save, and compares its resume.
 
     python -m benchmarks.faults.saves                 # every operation; exit code 1 on any loss
-    python -m benchmarks.faults.saves --only 3 17     # these operations
 
 The save of the last iteration is tested: from its optimizer step to the run's end. A kill after a
 write is tried with the written file complete, cut in half, and empty.
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
-from benchmarks.faults.harness import Harness
 from benchmarks.faults.inject import FileOperation, at_calls, at_files
 from benchmarks.faults.processes import map_at_once, quiet_processes
 from benchmarks.faults.tiny_run import NUM_ITERATIONS, Judge
+from benchmarks.faults.trial import Harness
 
 NOTE = "operations.txt"
 """File beside the run folder with one line per operation, in order."""
@@ -178,20 +177,18 @@ def _resumed(printed: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if a kill lost anything."""
     parser = argparse.ArgumentParser("python -m benchmarks.faults.saves", description=__doc__)
-    parser.add_argument("--only", type=int, nargs="*", help="these operations only")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     args = parser.parse_args(argv)
     quiet_processes()
     with tempfile.TemporaryDirectory() as folder, Judge() as judge:
         saves = Saves(Harness(Path(folder)), judge)
         kills = kills_of(saves.operations())
-        chosen = [kill for kill in kills if args.only is None or kill.at in args.only]
         print(HEADER, flush=True)
         bad = 0
-        for row in map_at_once(saves.try_kill, chosen, args.jobs):
+        for row in map_at_once(saves.try_kill, kills, args.jobs):
             print(row, flush=True)
             bad += bool(row.problem)
-    print(f"\n{len(chosen)} kills, {bad} with a loss")
+    print(f"\n{len(kills)} kills, {bad} with a loss")
     return int(bad > 0)
 
 

@@ -101,7 +101,6 @@ class Ended:
     printed: str
     finished: int
     """Number of iterations whose update was applied and synced to the engine."""
-    seconds: float
 
 
 def start(folder: Path, inject: Injection | None = None, patience_s: float = PATIENCE_S) -> Ended:
@@ -127,7 +126,7 @@ def start(folder: Path, inject: Injection | None = None, patience_s: float = PAT
         process.join()
     reader.join(5.0)
     text = b"".join(printed).decode(errors="replace")
-    return Ended(code, text, int(note.read_text() or 0), time.monotonic() - began)
+    return Ended(code, text, int(note.read_text() or 0))
 
 
 def _read(descriptor: int, blocks: list[bytes]) -> None:

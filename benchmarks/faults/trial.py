@@ -1,4 +1,7 @@
-"""Tries a case: starts a run with its fault, starts it again without, and judges the outcome."""
+"""Tries a case: starts a run with its fault, starts it again without, and judges the outcome.
+
+`Harness` makes the campaign's base runs: an uninterrupted one, and one stopped after two.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.faults import tiny_run
 from benchmarks.faults.cases import Case
-from benchmarks.faults.harness import Harness
+from benchmarks.faults.inject import EndAt
 from benchmarks.faults.tiny_run import Ended, Judge
 from tests.helpers.tiny_faulty_judge import Fault
 
@@ -31,12 +34,33 @@ class Outcome:
     """One of `GOOD` or `BAD`."""
     why: str
     """The problem if the verdict is bad, else the main line that the first start printed."""
-    code: int | None
-    """The first start's exit code."""
-    seconds: float
 
 
-def try_case(harness: Harness, case: Case, number: int) -> Outcome:
+class Harness:
+    """Trains both runs in `folder`, in a few seconds. The caller deletes the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows = tiny_run.write_rows(folder / "data")
+        with Judge() as judge:
+            self.uninterrupted = tiny_run.prepare(folder / "uninterrupted", self.rows, judge)
+            ended = tiny_run.start(folder / "uninterrupted")
+            assert ended.code == 0, ended.printed[-2000:]
+            stopped = tiny_run.prepare(folder / "stopped", self.rows, judge)
+            # An error, not kill -9, because the process must first save the second iteration.
+            step = "rl.learner.train_step:TrainStep.step"
+            tiny_run.start(stopped.parent, EndAt(step, 3, "RuntimeError"))
+        assert tiny_run.on_disk(stopped) == 2, "the run did not end in its third iteration"
+        self._stopped = stopped
+
+    def copy_stopped(self, name: str) -> Path:
+        """Copies the stopped run; returns the folder of the copy, which has no config yet."""
+        folder = self.folder / name
+        shutil.copytree(self._stopped, folder / tiny_run.RUN)
+        return folder
+
+
+def try_case(harness: Harness, number: int, case: Case) -> Outcome:
     """Tries a case in a temporary folder."""
     folder = harness.folder / f"case-{number}"
     run_dir = folder / tiny_run.RUN
@@ -70,8 +94,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
     if not verdict:
         verdict, why = "survived" if is_done else "stopped", _main_line(first.printed)
     shutil.rmtree(folder)
-    seconds = first.seconds + (again.seconds if again else 0.0)
-    return Outcome(verdict, why, first.code, round(seconds, 1))
+    return Outcome(verdict, why)
 
 
 def _break(judge: Judge, case: Case) -> None:

@@ -2,7 +2,6 @@
 pictures without noise.
 
 python -m benchmarks.judge_noise --noises 1 2 --seeds 0 1 2
-python -m benchmarks.judge_noise --noises 1 2 --seeds 0 1 2 --print     of existing runs
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from benchmarks.training import train
 from rl.files import open_picture, read_rows
 from tiny_world.pixel_judge import grade_perception, grade_semantics
 
@@ -27,6 +24,7 @@ ASKED = {
 }
 """How the judge is asked -> the run's reward."""
 LAST = 40
+OUT = Path("runs/judge_noise")
 MODULE = "benchmarks.judge_noise.noisy_judge"
 
 
@@ -37,18 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--noises", nargs="+", default=["1", "2"], help="points of 10")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/judge_noise"))
-    parser.add_argument("--print", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
-    if not args.print:
-        for seed, noise, asked in itertools.product(args.seeds, args.noises, ASKED):
-            _train(args.out / _name(asked, noise, seed), asked, noise, seed)
+    for seed, noise, asked in itertools.product(args.seeds, args.noises, ASKED):
+        _train(OUT / _name(asked, noise, seed), asked, noise, seed)
     print("| noise, points | asked | requests per iteration | held-out, each seed | mean |")
     print("|---" * 5 + "|")
     for noise, asked in itertools.product(args.noises, ASKED):
-        runs = [args.out / _name(asked, noise, seed) for seed in args.seeds]
+        runs = [OUT / _name(asked, noise, seed) for seed in args.seeds]
         rewards = [sound_reward(run) for run in runs]
-        requests = fmean(_requests(run) for run in runs)
+        rows = [row for run in runs for row in read_rows(run / "metrics.jsonl")[0]]
+        requests = fmean(row["judge/requests"] for row in rows if "reward/mean" in row)
         spread = f" +- {stdev(rewards):.3f}" if len(rewards) > 1 else ""
         print(
             f"| {noise} | {asked} | {requests:.0f} "
@@ -68,37 +64,19 @@ def _viescore(folder: Path, row: dict[str, str]) -> float:
     return math.sqrt(semantics * min(grade_perception(edited))) / 10
 
 
-def _requests(run: Path) -> float:
-    """Mean number of requests to the judge in an iteration of training."""
-    rows, _ = read_rows(run / "metrics.jsonl")
-    return fmean(row["judge/requests"] for row in rows if "reward/mean" in row)
-
-
 def _train(run: Path, asked: str, noise: str, seed: int) -> None:
-    if (run / "checkpoints" / f"step_{LAST:06d}").is_dir():
-        return
-    names = f"['{{python}}', '-m', '{MODULE}', '{{url_file}}', '{{model}}']"
-    overrides = (
-        f"run_name={run.name}",
-        f"base_exp_dir={run.parent}",
+    train(
+        run,
+        "quickstart",
         f"seed={seed}",
         f"rewards={{reward: {ASKED[asked]}}}",
-        f"judge.start_command={names}",
+        f"judge.start_command=['{{python}}', '-m', '{MODULE}', '{{url_file}}', '{{model}}']",
         f"judge.model=noise-{noise}",
         "judge.audit=off",  # with noise of 2 points it is refused
         "evaluation.every_n_iterations=20",
         "evaluation.reference_drift=false",
         "tracking.page=false",
     )
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / "output.log", "ab") as output:
-        subprocess.run(
-            [sys.executable, "-m", "rl.simple_launch", "configs/quickstart.jsonnet", *overrides],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            check=True,
-        )
 
 
 def _name(asked: str, noise: str, seed: int) -> str:

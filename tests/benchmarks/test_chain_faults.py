@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chain_faults import EXPECTED, FAULTS, ROOT, first_alarm
+from benchmarks.chain_faults import EXPECTED, FAULTS, first_alarm
+from benchmarks.planted_faults import ROOT
 
 
 def test_every_fault_can_be_planted() -> None:

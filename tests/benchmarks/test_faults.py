@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from benchmarks.faults import __main__ as campaign
 from benchmarks.faults import saves, trial
 from benchmarks.faults.cases import CASES, Case
-from benchmarks.faults.harness import Harness
-from benchmarks.faults.inject import DoAt, EndAt, FileOperation, at_files
+from benchmarks.faults.inject import EndAt, FileOperation, at_files
 from benchmarks.faults.tiny_run import Ended, Judge
+from benchmarks.faults.trial import Harness
 from rl.files import append_line, fsync
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_the_campaign_has_150_distinct_cases_in_five_groups() -> None:
 
 
 def test_every_injection_point_exists() -> None:
-    injection_points = {c.inject.where for c in CASES if isinstance(c.inject, EndAt | DoAt)}
+    injection_points = {c.inject.where for c in CASES if isinstance(c.inject, EndAt)}
     assert len(injection_points) > 15
     for file in Path(campaign.__file__).parent.glob("*.py"):  # those that all cases share
         injection_points |= set(re.findall(r'"(rl\.[\w.]+:[\w.]+)"', file.read_text()))
@@ -90,8 +90,8 @@ def test_file_operations_are_seen_also_those_of_native_code(tmp_path: Path) -> N
     ]
 
 
-FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2, 1.0)
-RESUMED = Ended(0, "", 3, 1.0)
+FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2)
+RESUMED = Ended(0, "", 3)
 CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
 
 
@@ -140,7 +140,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 def test_a_sample_of_the_campaign(harness: Harness) -> None:
     """`python -m benchmarks.faults` tries every case."""
     case = case_named("call | the engine is synced | ENOSPC")
-    outcome = trial.try_case(harness, case, 0)
+    outcome = trial.try_case(harness, 0, case)
     assert outcome.verdict == "stopped" and "No space left on device" in outcome.why, outcome
 
 

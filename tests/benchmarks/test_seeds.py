@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import seeds
+from benchmarks import seeds, training
 from rl.record.run_summary import Summary
 
 
@@ -29,7 +29,10 @@ def test_every_seed_is_printed_and_the_worst_named(
 ) -> None:
     write_run(tmp_path, 7, [0.25, 0.9], [0.5] * 10 + [0.0] * 10)
     write_run(tmp_path, 8, [0.35, 0.8], [0.0] * 15 + [0.2] * 5)
-    seeds.main(["quickstart", "--first", "7", "--count", "2", "--print", "--out", str(tmp_path)])
+    # Finished: not started again.
+    monkeypatch.setattr(training, "summarise", lambda _: Summary(tmp_path, planned="40", done=40))
+    monkeypatch.delattr(training, "subprocess")
+    seeds.main(["quickstart", "--first", "7", "--count", "2", "--out", str(tmp_path)])
     out = capsys.readouterr().out
     assert "| 7 | 0.250 0.900 | 0.990 | 0% | 50% | 0.40 | 40 |" in out
     assert "| 8 | 0.350 0.800 | 0.990 | 10% | 10% | 0.40 | 40 |" in out
@@ -38,6 +41,3 @@ def test_every_seed_is_printed_and_the_worst_named(
         "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
         "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
-    monkeypatch.setattr(seeds, "summarise", lambda _: Summary(tmp_path, planned="40", done=40))
-    monkeypatch.delattr(seeds, "subprocess")
-    seeds._train(tmp_path, 0, ("quickstart", 7))  # finished: not started again

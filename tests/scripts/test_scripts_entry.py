@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from tiny_messages import holds
@@ -23,21 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets", "wandb")
 
 
-def rl(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+Finished = subprocess.CompletedProcess[str]
+
+
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> Finished:
     return subprocess.run(
-        [sys.executable, "-m", "rl", *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-class Finished(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @pytest.fixture
@@ -56,9 +52,8 @@ def rl_here(monkeypatch, capsys) -> Callable[..., Finished]:
             patch.setattr(os, "execv", run_module)
             main()
         code, (out, err) = ended.value.code, capsys.readouterr()
-        return (
-            Finished(1, out, err + code) if isinstance(code, str) else Finished(code or 0, out, err)
-        )
+        said = code if isinstance(code, str) else ""
+        return Finished(arguments, bool(said) or code or 0, out, err + said)
 
     return run
 
@@ -72,18 +67,14 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         f"    None if name in {HEAVY!r} else find(name, path, target))\n"
     )
     path = f"{tmp_path}:{ROOT}"
-    done = rl("check", "configs/quickstart.jsonnet", cwd=tmp_path, PYTHONPATH=path)
+    done = python("-m", "rl", "check", "configs/quickstart.jsonnet", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("nothing is wrong\n")
-    assert rl("check", "configs/quickstart.jsonnet", "seed=x").returncode == 1
+    assert python("-m", "rl", "check", "configs/quickstart.jsonnet", "seed=x").returncode == 1
 
 
 def test_help_lists_every_command_and_needs_no_packages(rl_here: Callable[..., Finished]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", ROOT / "rl" / "__main__.py", "--help"],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-I", "-S", "rl/__main__.py", "--help")
     assert done.returncode == 0 and done.stderr == ""
     listed = re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE)
     assert listed == list(COMMANDS)
@@ -130,15 +121,8 @@ def test_no_command_imports_from_a_run_folder_that_it_reads(
     (tmp_path / "config.json").write_text('{"format": 3}')
     rows = [f'{{"iteration": {n}, "reward/mean": 0.5}}\n' for n in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
-    path = f"{ROOT}:" if command[0] != "rl" else str(ROOT)
-    safe = ["-P"] if command[0] == "rl" else []
-    done = subprocess.run(
-        [sys.executable, *safe, "-m", *command, "."],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    path, safe = (str(ROOT), ["-P"]) if command[0] == "rl" else (f"{ROOT}:", [])
+    done = python(*safe, "-m", *command, ".", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
     assert command[-1] == "runs" or (tmp_path / "report/index.html").is_file()
@@ -159,20 +143,14 @@ def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / "tests/helpers/brightness_reward.py", tmp_path / "mine" / "my_reward.py")
     reward = "rewards={mine: {type: 'mine.my_reward'}}"
-    done = rl("check", "configs/quickstart.jsonnet", reward, cwd=tmp_path)
+    done = python("-m", "rl", "check", "configs/quickstart.jsonnet", reward, cwd=tmp_path)
     assert done.returncode == 0 and "mine.my_reward" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_command_that_needs_the_clone_is_an_error_outside_it(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
-    done = subprocess.run(
-        # -S: otherwise an editable installation of the clone would provide its packages.
-        [sys.executable, "-S", "-m", "rl", "bench-gpu"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    # -S: otherwise an editable installation of the clone would provide its packages.
+    done = python("-S", "-m", "rl", "bench-gpu", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert holds(done.stderr, "rl bench-gpu: ... benchmarks/ ... clone")
 

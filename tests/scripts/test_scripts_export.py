@@ -21,6 +21,7 @@ import tiny_qwen3
 import torch
 from safetensors.torch import load_file
 from tiny_messages import holds, refusal
+from tiny_policy import move, randomize_lora_b, trainable
 from tiny_rounding import FORWARD_TOL, PRODUCT_TOL, apart
 
 from rl import build
@@ -32,7 +33,7 @@ from rl.api.types import Prompt, Sample, SamplingParams
 from rl.config.schema import RunConfig
 from rl.engines import vllm as vllm_engine
 from rl.engines.transformers import TransformersEngine
-from rl.policies import emu3, qwen_vl
+from rl.policies import qwen_vl
 from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import _write_manifest, model_folder
@@ -58,19 +59,11 @@ SECTION = {
 
 def make_policy(section: Mapping[str, Any] = SECTION) -> Qwen25VL:
     """A policy whose adapter is far from zero, as after training."""
-    policy = Qwen25VL(
-        Qwen25VL.Config(**section), PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
-    )
-    move_from_zero(policy.module)
+    setup = PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
+    policy = Qwen25VL(Qwen25VL.Config(**section), setup)
+    if section["lora"]:
+        move(policy)
     return policy
-
-
-def move_from_zero(module: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1, generator=generator)
 
 
 def samples() -> list[Sample]:
@@ -86,20 +79,25 @@ def greedy(policy: Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     return prompts, [group[0].token_ids for group in groups]
 
 
-def trained(policy: Any) -> dict[str, torch.Tensor]:
-    return {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
-
-
 def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any], **config: Any) -> Path:
     """A run folder with one whole checkpoint and a newer, damaged one."""
     step = folder / "run" / "checkpoints" / "step_000002"
-    policy.save_pretrained(str(step / "model"), trained(policy))
+    policy.save_pretrained(str(step / "model"), trainable(policy))
     state = {"iteration": 2, "meta": {"config": {"policy": dict(section), **config}}}
     (step / "state.json").write_text(json.dumps(state))
     _write_manifest(step)
     damaged = shutil.copytree(step, step.parent / "step_000004")
     next((damaged / "model").glob("*config.json")).unlink()
     return folder / "run"
+
+
+def exported(
+    folder: Path, policy: Any, section: Mapping[str, Any], *options: str, **config: Any
+) -> Path:
+    """The export of such a run."""
+    run = checkpoint(folder, policy, section, **config)
+    assert export.main([str(run), str(folder / "out"), *options]) == 0
+    return folder / "out"
 
 
 def load(folder: str | Path) -> Any:
@@ -111,9 +109,8 @@ def load(folder: str | Path) -> Any:
 def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
     policy = make_policy()
     prompts, expected = greedy(policy)
-    run = checkpoint(tmp_path, policy, SECTION)
-    export.main([str(run), str(tmp_path / "merged")])
-    merged = make_policy({**SECTION, "model_path": str(tmp_path / "merged"), "lora": None})
+    out = exported(tmp_path, policy, SECTION)
+    merged = make_policy({**SECTION, "model_path": str(out), "lora": None})
     assert greedy(merged)[1] == expected
     assert greedy(make_policy({**SECTION, "lora": None}))[1] != expected
     config = vllm_engine.Config(type="vllm", max_num_seqs=8)
@@ -128,11 +125,11 @@ def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
 def test_an_exported_folder_has_the_processor_and_chat_template_of_the_run(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 56 * 56}
     policy = make_policy(section)
-    export.main([str(checkpoint(tmp_path, policy, section)), str(tmp_path / "merged")])
+    out = exported(tmp_path, policy, section)
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(out)
     sample = samples()[0]
     prompt = policy.build_prompt(sample)
     content = [{"type": "image"}, {"type": "text", "text": sample.instruction}]
@@ -162,20 +159,19 @@ def test_the_program_on_the_card_writes_the_words_of_rl_edit(
     values["policy"]["max_prompt_tokens"] = 256
     resolved = build.resolve(RunConfig(**values))
     policy = build.build_policy(resolved, Dist())
-    move_from_zero(policy.module)
+    randomize_lora_b(policy)
     config = resolved.config.model_dump(mode="json")
-    run = checkpoint(tmp_path, policy, config.pop("policy"), **config)
+    out = exported(tmp_path, policy, config.pop("policy"), "--as", form, **config)
     pictures = [tmp_path / f"{number}.png" for number in range(num_pictures)]
     for number, file in enumerate(pictures):
         tiny_qwen.picture(number, 96, 64).rotate(5, fillcolor="green").resize((140, 80)).save(file)
     instruction = "paint the square the color of pumpkin"
-    with Editor.from_run(run, device="cpu", only_words=True) as editor:
+    with Editor.from_run(tmp_path / "run", device="cpu", only_words=True) as editor:
         expected = editor.edit(pictures, instruction)
         prompt = editor.policy.build_prompt(Sample("edit", instruction, expected.sources))
-    export.main([str(run), str(tmp_path / "out"), "--as", form])
-    program = (tmp_path / "out" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    program = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
     base = str(Path(policy.config.model_path).resolve())
-    for placeholder, folder in (("<the base>", base), ("<this folder>", str(tmp_path / "out"))):
+    for placeholder, folder in (("<the base>", base), ("<this folder>", str(out))):
         program = program.replace(placeholder, folder)
     program += "torch.save(inputs, 'inputs.pt')\nassert 'rl' not in sys.modules\n"
     (tmp_path / "words.py").write_text(program)
@@ -195,10 +191,9 @@ def test_the_program_on_the_card_writes_the_words_of_rl_edit(
 
 
 def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    export.main([str(run), str(tmp_path / "merged"), "--dtype", "bfloat16"])
-    adapter = load_file(model_folder(run) / "adapter_model.safetensors")
-    base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, tmp_path / "merged"))
+    out = exported(tmp_path, tiny_policy.make_policy(), SECTION, "--dtype", "bfloat16")
+    adapter = load_file(model_folder(tmp_path / "run") / "adapter_model.safetensors")
+    base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, out))
     assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
     name = "language_model.layers.1.self_attn.o_proj"
     a, b = (adapter[f"base_model.model.model.{name}.lora_{side}.weight"] for side in ("A", "B"))
@@ -221,15 +216,12 @@ def test_an_adapter_of_a_text_encoder_is_merged_into_that_text_encoder(tmp_path:
         "init_text_encoder_from": str(tmp_path / "editor"),
     }
     policy = make_policy(section)
-    run = checkpoint(tmp_path, policy, section)
-    adapter_config = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
+    out = exported(tmp_path, policy, section)
+    adapter_config = model_folder(tmp_path / "run") / "adapter_config.json"
     assert json.loads(adapter_config.read_text())["base_model_name_or_path"] == str(encoder)
-    from_run, moved = tmp_path / "merged", tmp_path / "merged_too"
-    export.main([str(run), str(from_run)])
     bases = ["--base", policy_base, "--text-encoder-from", str(tmp_path / "editor")]
-    moved_run = checkpoint(tmp_path / "lost", policy, section | {"model_path": "gone"})
-    export.main([str(moved_run), str(moved), *bases])
-    merged, base, again = (load_file(f / "model.safetensors") for f in (from_run, encoder, moved))
+    moved = exported(tmp_path / "lost", policy, section | {"model_path": "gone"}, *bases)
+    merged, base, again = (load_file(f / "model.safetensors") for f in (out, encoder, moved))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert all(apart(merged[k], base[k]) > 1e-3 for k in merged if "q_proj.weight" in k)
     assert all(apart(merged[key], again[key]) <= PRODUCT_TOL for key in merged)
@@ -241,22 +233,21 @@ def test_a_qwen3_adapter_is_merged_into_a_qwen3_model(tmp_path: Path) -> None:
     base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=True)
     section = {**SECTION, "type": "qwen3_vl", "model_path": base}
     policy = tiny_policy.make(base, kind="text", template=None)
-    move_from_zero(policy.module)
-    run = checkpoint(tmp_path, policy, section)
-    export.main([str(run), str(tmp_path / "merged")])
-    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
-    assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "merged").patch_size == 16
+    move(policy)
+    out = exported(tmp_path, policy, section)
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(out)
+    assert Qwen2VLImageProcessorPil.from_pretrained(out).patch_size == 16
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     batch = policy.collate([(prompt, (5, 6, 7))])
     ids = torch.tensor([[*prompt.token_ids, 5, 6, 7]])
     with torch.no_grad():
         states = policy.module(batch).hidden
         types = (ids == merged.config.image_token_id).long()
-        out = merged.model(input_ids=ids, mm_token_type_ids=types, **prompt.model_inputs)
+        again = merged.model(input_ids=ids, mm_token_type_ids=types, **prompt.model_inputs)
         with policy.reference():
             assert (policy.module(batch).hidden - states).abs().max() > 1e-2
-    assert (out.last_hidden_state[0] - states).abs().max() < FORWARD_TOL
-    card = (tmp_path / "merged" / "README.md").read_text()
+    assert (again.last_hidden_state[0] - states).abs().max() < FORWARD_TOL
+    card = (out / "README.md").read_text()
     assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
 
 
@@ -266,26 +257,22 @@ def test_an_emu3_adapter_is_merged_into_an_emu3_model(tmp_path: Path) -> None:
 
     base = tiny_emu3.save_policy_folder(tmp_path / "base")
     section = {"type": "emu3", "model_path": base, "dtype": "float32", "lora": {"r": 4, "alpha": 8}}
-    policy = emu3.Emu3(
-        emu3.Config(**section), PolicySetup("image_tokens", max_completion_tokens=64)
-    )
-    move_from_zero(policy.module)
-    run = checkpoint(tmp_path, policy, section)
-    export.main([str(run), str(tmp_path / "merged")])
+    policy = tiny_policy.make(base, lora=section["lora"])
+    move(policy)
+    out = exported(tmp_path, policy, section)
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
-        merged = Emu3ForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        merged = Emu3ForCausalLM.from_pretrained(out)(ids).logits
         stock = Emu3ForCausalLM.from_pretrained(base, dtype=torch.float32)
         unmerged = stock(ids).logits
-        adapter = run / "checkpoints" / "step_000002" / "model"
-        adapted = PeftModel.from_pretrained(stock, adapter)(ids).logits
+        adapted = PeftModel.from_pretrained(stock, model_folder(tmp_path / "run"))(ids).logits
     assert float((merged - adapted).abs().max()) < 1e-4
     assert float((unmerged - adapted).abs().max()) > 1e-2
-    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert (out / "tokenizer.json").is_file()
 
 
 def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION)
+    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION)
 
     def fail(config: Any) -> None:
         raise OSError("disk full")
@@ -334,7 +321,7 @@ def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
 ) -> None:
     """The upload fails because the tests run with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
-    run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
+    run, target = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION), tmp_path / "adapter"
     options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
     assert export.main([str(run), str(target), *options]) == 1
     output = capsys.readouterr()
@@ -343,7 +330,7 @@ def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
     written = ["adapter_config.json", "adapter_model.safetensors"]
     assert file_names(target) == ["README.md", *written]
     for name in written:
-        original = run / "checkpoints" / "step_000002" / "model" / name
+        original = model_folder(run) / name
         assert (target / name).read_bytes() == original.read_bytes()
     card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
@@ -359,7 +346,7 @@ def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, policy, section)
     arguments = [str(run), str(tmp_path / "model"), "--as", "adapter"]
     assert "there is no adapter" in refusal(export.main, arguments)
-    model_dir = run / "checkpoints" / "step_000002" / "model"
+    model_dir = model_folder(run)
     written = file_names(model_dir)
     for folder in (run, model_dir):
         (folder / "picture.png").touch()
@@ -386,9 +373,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
     ).save_pretrained(editor)
     section = {**SECTION, "model_path": BASE, "init_text_encoder_from": str(editor)}
     policy = make_policy(section)
-    run = checkpoint(tmp_path, policy, section)
-    encoder = tmp_path / "trained"
-    export.main([str(run), str(encoder), "--as", "text-encoder"])
+    encoder = exported(tmp_path, policy, section, "--as", "text-encoder")
     assert holds(capsys.readouterr().out, "loading ... adapter ... weights in float32")
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
@@ -397,7 +382,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
     shutil.rmtree(editor / "text_encoder")
     shutil.copytree(encoder, editor / "text_encoder")
     pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)
-    adapted = PeftModel.from_pretrained(load(BASE), run / "checkpoints" / "step_000002" / "model")
+    adapted = PeftModel.from_pretrained(load(BASE), model_folder(tmp_path / "run"))
     ids = torch.arange(10, 40)[None]
 
     def states(model: Any) -> torch.Tensor:
@@ -411,7 +396,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
 
 
 def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_path: Path) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
+    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION, rewards=[1], renderer="x", data=None)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     state = json.loads((step / "state.json").read_text())
     state["meta"]["metrics"] = {"eval/reward": "high", "reward/mean": 1}
@@ -429,7 +414,7 @@ def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_
 def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("private")
-    run = checkpoint(tmp_path, make_policy(), SECTION)
+    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "step")
     weights = step / "model" / "adapter_model.safetensors"
     weights.unlink()

@@ -18,12 +18,12 @@ REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 @pytest.fixture
 def run_dir(tmp_path):
     baseline = {"eval/bare_reward": 0.15}
-    rows = [{"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0, **baseline}]
-    rows[0]["eval/reward_gain"] = 0.05
-    rows += [{"iteration": i, "reward/mean": i / 10} for i in range(1, 8)]
-    rows += [
+    rows = [
+        {"iteration": 0, "eval/reward": 0.2, "eval_reference/reward": 0.0}
+        | {"eval/reward_gain": 0.05, **baseline},
+        *({"iteration": i, "reward/mean": i / 10} for i in range(1, 8)),
         {"iteration": 8, "reward/mean": None, "eval/reward": 0.6, "eval_reference/reward": 0.9}
-        | {"eval/reward_gain": 0.45, **baseline}
+        | {"eval/reward_gain": 0.45, **baseline},
     ]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 9, "rew']))
@@ -84,13 +84,14 @@ def test_a_control_is_named_and_samples_of_one_picture_have_no_interval(
 def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
     rows, _ = read_rows(path)
-    stock = {"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25}
     for row, gain, fall in ((rows[0], -0.1, 0.0), (rows[-1], 0.3, 0.06)):
-        row |= stock | {"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05}
-        row |= {"drift/bare_fall": fall, "drift/bare_fall_error": 0.01, "drift/alarm": fall > 0}
-        row |= {"drift/state_l2": 4 * fall}
-        row |= {"eval/gain_of_thought": gain + 0.2, "eval/gain_of_thought_error": 0.05}
-        row |= {"eval/cut_thought_reward": 0.2}
+        row |= {
+            **{"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25},
+            **{"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05},
+            **{"drift/bare_fall": fall, "drift/bare_fall_error": 0.01, "drift/alarm": fall > 0},
+            **{"eval/gain_of_thought": gain + 0.2, "eval/gain_of_thought_error": 0.05},
+            **{"drift/state_l2": 4 * fall, "eval/cut_thought_reward": 0.2},
+        }
     path.write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,23 +8,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 from rich.cells import cell_len
+from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import holds
 from tiny_report import held_out, write_episodes, write_held_out
 from tiny_run import episode, run_config
 
-from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
-from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.run_record import RunRecord
 from rl.record.run_summary import summarise
-from rl.seeds import rng_state
 from rl.tools.commands import export, report
 from rl.tools.commands.runs import main
 
@@ -47,12 +43,12 @@ def make_run(
     record = RunRecord(folder, config, Dist())
     record.claim()
     record.write_config()
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep_every_n_iterations=1), Dist())
+    checkpoints = checkpoints_in(folder, keep_every_n_iterations=1)
     for iteration, reward in enumerate(rewards, start=1):
         record.write_episodes(iteration, [[episode(), episode()]], [[0.5, -0.5]])
         record.write_metrics(iteration, {"eval/reward": reward})
         if iteration in steps:
-            save(checkpoints, iteration)
+            save(checkpoints, iteration, reward=reward)
     record.release()
     at_s = time.time() - age_h * 3600
     for path in folder.rglob("*"):
@@ -60,21 +56,11 @@ def make_run(
     return folder
 
 
-def save(checkpoints: Checkpoints, iteration: int) -> None:
-    def write_model(model: Path) -> None:
-        (model / "adapter_model.bin").write_text("x" * 5000)
-
-    tensors = {"master/w": torch.full((8,), float(iteration))}
-    point = ResumePoint(iteration, tensors, {"learner": {}}, [rng_state()], write_model, "# card")
-    assert checkpoints.save(point) is not None
-
-
 @pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores stdout and stderr, which a command replaces."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    yield
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
 
 
 def test_runs_are_listed_newest_first_with_progress_rewards_and_sizes(
@@ -128,14 +114,8 @@ def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, 
     (tmp_path / "a file").touch()
     assert main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for parts in (
-        "config: ... config.json ... damaged",
-        "format 99",
-        "photos: no run",
-        "vlm: no run",
-        "begun: ... no config.json",
-    ):
-        assert holds(" ".join(out.split()), parts)
+    parts = "config: ... config.json ... damaged ... format 99 ... photos: no run ... vlm: no run"
+    assert holds(" ".join(out.split()), f"{parts} ... begun: ... no config.json")
     assert "a file" not in out
     assert [line.split()[-3] for line in out.split("\n") if line.startswith("steps ")] == ["1"]
     assert "\nlines                    4/3            0.500" in out
@@ -182,8 +162,8 @@ def become_odd(path: Path, kind: str) -> None:
     elif kind == "device":
         path.symlink_to("/dev/zero")
     else:
-        with path.open("wb") as file:
-            file.truncate(40 * 10**9)
+        path.touch()
+        os.truncate(path, 40 * 10**9)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])

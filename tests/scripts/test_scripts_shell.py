@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
-import time
 import tomllib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import conftest
 import pytest
 from tiny_messages import holds
+from tiny_waits import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU, TEST = LOCKS = ("requirements-cpu.lock", "requirements.lock", "requirements-test.lock")
+SLOW = pytest.mark.slow
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
 
@@ -57,16 +59,6 @@ def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def make_venv(copy: Path) -> None:
-    """Makes a .venv that `_install.sh` takes for complete; its tools only print their arguments."""
-    for tool in ("python", "ruff", "mypy", "bandit", "detect-secrets-hook"):
-        fake(copy / ".venv/bin" / tool, f'echo "{tool} $*"')
-    (copy / ".venv/bin/activate").write_text(f'export PATH="{copy}/.venv/bin:$PATH"\n')
-    for lock in LOCKS:
-        stamp = f'echo "{lock} $(cat {lock} pyproject.toml | cksum)" >>.venv/installed'
-        subprocess.run(stamp, shell=True, cwd=copy, check=True)
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_are_strict_and_executable(script):
     subprocess.run(["bash", "-n", script], check=True)
@@ -75,153 +67,251 @@ def test_scripts_parse_and_are_strict_and_executable(script):
     assert os.access(script, os.X_OK)
 
 
-def test_an_old_python_or_venv_is_refused_with_a_fix(copy):
-    fake(copy / "bin/old", "[[ $1 == -V ]] && echo Python 3.9.2; exit 1")
-    done = run(copy, "scripts/_install.sh", PYTHON="old")
-    assert done.returncode == 1
-    parts = "3.11.4 to 3.13 ... venv ... ensurepip ... Python 3.9.2 ... apt install python3-venv"
-    assert holds(done.stderr, parts.replace("install ", "install python3 ") + " ... PYTHON=")
-    assert not (copy / ".venv").exists()
-    (copy / ".venv/bin").mkdir(parents=True)
-    (copy / "bin/old").rename(copy / ".venv/bin/python")
-    done = run(copy, "scripts/_install.sh")
-    assert done.returncode == 1
-    assert holds(done.stderr, "Python 3.9.2 ... 3.11.4 to 3.13 ... delete .venv")
+class Start(NamedTuple):
+    """A start of a script in the copy, and what must come of it."""
+
+    command: str
+    says: str = ""
+    """Parts of what it prints, as for `holds`."""
+    code: int = 0
+    lines: Sequence[str] | None = None
+    """All that it prints; patterns of `fnmatch`."""
+    calls: Sequence[str] = ()
+    """All that installers were called with, after uv's own installation."""
+    made: Mapping[str, str] = {}
+    """Programs of the copy and their bodies, written before."""
+    absent: str = ""
+    """A file that must not exist afterwards."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "fits"), [("3, 11, 3", 0), ("3, 11, 4", 1), ("3, 14, 0", 0)])
-def test_python_versions_outside_the_range_are_refused(copy, number, fits):
-    """The unchanged check runs on a Python that reports another version."""
-    check = f"import sys; sys.version_info = ({number}); exec(sys.argv[1])"
-    python = f'[[ $1 != -c ]] || exec {sys.executable} -c "{check}" "$2"; echo "made $*"; exit 3'
-    fake(copy / "bin/other", python)
-    done = run(copy, "scripts/_install.sh", PYTHON="other", REQUIREMENTS=CPU)
-    assert ("No Python 3.11.4" in done.stderr) is not bool(fits)
-    assert ("made -m venv .venv" in done.stderr) is bool(fits)
+def check(copy: Path, start: Start) -> None:
+    for name, body in start.made.items():
+        fake(copy / name, body)
+    done = run(copy, "-o", "pipefail", "-c", start.command)
+    printed = done.stdout + done.stderr
+    assert done.returncode == start.code, printed
+    assert holds(printed, start.says), printed
+    if start.lines is not None:
+        assert len(printed.splitlines()) == len(start.lines), printed
+        assert all(map(fnmatch, printed.splitlines(), start.lines)), printed
+    noted = (copy / "calls").read_text().splitlines() if (copy / "calls").exists() else []
+    assert noted[1:] == list(start.calls)
+    (copy / "calls").unlink(missing_ok=True)
+    assert not start.absent or not list(copy.glob(start.absent))
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "libc", "sentence"),
-    [
-        ("Darwin", "arm64", "", "here is Darwin on arm64"),
-        ("Linux", "aarch64", "glibc 2.36", "here is Linux on aarch64"),
-        ("MINGW64_NT-10.0", "x86_64", "", "here is MINGW64_NT-10.0 on x86_64"),
-        ("Linux", "x86_64", "glibc 2.28", "glibc 2.31 or newer"),
-        ("Linux", "x86_64", "", "here is: none"),
-        ("Linux", "x86_64", "glibc 2.31", ""),
-        ("Linux", "x86_64", "glibc 2.100", ""),
-    ],
-)
-def test_an_unsupported_platform_is_refused_before_anything_is_installed(
-    copy, system, machine, libc, sentence
-):
-    fake(copy / "bin/uname", f"[[ $1 == -s ]] && echo {system} || echo {machine}")
-    fake(copy / "bin/getconf", f"echo {libc}; [[ -n '{libc}' ]]")
-    done = run(copy, "scripts/_install.sh", PYTHON="no-such-python")
-    assert done.returncode == 1 and not (copy / ".venv").exists()
-    if sentence:
-        assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
-    else:
-        assert done.stderr.startswith("No Python 3.11.4")
-
-
-VENV = """[[ $1 != -c ]] || exec {python} "$@"
-mkdir -p .venv/bin && cp bin/venv-python .venv/bin/python"""
-"""A python3 that makes a .venv with `bin/venv-python` as its python."""
-NOTES = """[[ $1 != -c ]] || exec {python} "$@"
-arguments="$*"
-echo "pip${{arguments#-m pip install --no-input --disable-pip-version-check}}" >>calls
-[[ $* != *uv==* ]] || {uv}
-site=.venv/lib/python3.11/site-packages
-[[ $* != *torch==* ]] || {torch}
-exit 0"""
-"""That python: records pip's arguments, and does what a test says when uv or torch is installed."""
+TOOLS = {f".venv/bin/{tool}": f'echo "{tool} $*"'
+         for tool in ("python", "ruff", "mypy", "bandit", "detect-secrets-hook")}  # fmt: skip
+TOOLS[".venv/bin/activate"] = 'export PATH="$PWD/.venv/bin:$PATH"'
+COMPLETE = """for lock in *.lock; do
+    echo "$lock $(cat $lock pyproject.toml | cksum)" >>.venv/installed
+done
+export REQUIREMENTS=requirements-cpu.lock
+"""
+"""With `TOOLS`: `_install.sh` takes .venv for complete; its tools only print their arguments."""
+INSTALL = "scripts/_install.sh"
+OLD = "[[ $1 == -V ]] && echo Python 3.9.2; exit 1"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 [TORCH] = [pin for pin in PROJECT["optional-dependencies"]["train"] if pin.startswith("torch==")]
 [VISION] = [pin for pin in PROJECT["optional-dependencies"]["cpu"] if "torchvision" in pin]
-HAS_CPU_BUILD = f"mkdir -p $site/{TORCH.replace('==', '-')}+cpu.dist-info"
+CPU_BUILD = f"mkdir -p .venv/lib/python3.11/site-packages/{TORCH.replace('==', '-')}+cpu.dist-info"
 
 
-def new_machine(copy: Path, uv: str = "exit 1", torch: str = HAS_CPU_BUILD) -> Path:
-    """A machine without GPU and .venv; returns the file in which installers record their arguments.
+def reports(number: str) -> dict[str, str]:
+    """A Python that reports another version to the unchanged check, and makes no .venv."""
+    check = f"import sys; sys.version_info = ({number}); exec(sys.argv[1])"
+    python = f'[[ $1 != -c ]] || exec {sys.executable} -c "{check}" "$2"; echo "made $*"; exit 3'
+    return {"bin/other": python}
 
-    `uv`: what `pip install uv` does (default: it fails); `torch`: what `pip install torch` does.
-    """
-    python = sys.executable
-    fake(copy / "bin/nvidia-smi", "exit 9")
-    fake(copy / "bin/python3", VENV.format(python=python))
-    fake(copy / "bin/venv-python", NOTES.format(python=python, uv=uv, torch=torch))
-    return copy / "calls"
+
+def platform(system: str, machine: str, libc: str) -> dict[str, str]:
+    return {
+        "bin/uname": f"[[ $1 == -s ]] && echo {system} || echo {machine}",
+        "bin/getconf": f"echo {libc}; [[ -n '{libc}' ]]",
+    }
+
+
+def machine(uv: str = "", torch: str = CPU_BUILD, gpu: bool = False) -> dict[str, str]:
+    """A machine without .venv, whose installers note their arguments in `calls`; `uv`: its body if
+    `pip install uv` succeeds; `torch`: what `pip install torch` does."""
+    is_python = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
+    return {
+        "bin/nvidia-smi": "exit 0" if gpu else "exit 9",
+        "bin/python3": f"{is_python}mkdir -p .venv/bin && cp bin/venv-python .venv/bin/python",
+        "bin/venv-python": f"""{is_python}arguments="$*"
+[[ $* == *uninstall* ]] ||
+    echo "pip${{arguments#-m pip install --no-input --disable-pip-version-check}}" >>calls
+[[ $* != *uv==* ]] || {"cp bin/uv .venv/bin/uv" if uv else "exit 1"}
+[[ $* != *torch==* ]] || {torch}
+exit 0""",
+        "bin/uv": f"""all="$*"
+echo "uv${{all#pip install --python .venv/bin/python}}" >>calls
+{uv}""",
+    }
 
 
 INDEX = "--index-url https://download.pytorch.org/whl/cpu"
-WITH_UV = "cp bin/uv .venv/bin/uv"
-UV = 'all="$*"; echo "uv${all#pip install --python .venv/bin/python}" >>calls\n'
-
-
 REFUSES_INDEX = "[[ $* != *--index-url* ]] || exit 1"
-FROM_ELSEWHERE = f"{{ [[ $* != *--index-url* ]] && {HAS_CPU_BUILD}; }} || exit 1"
-SITE = "site=.venv/lib/python3.11/site-packages\n"
+BUILDS = f"{TORCH}+cpu {VISION}+cpu"
+FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {BUILDS}"
 LOCKED, LOCAL = f"--no-deps --require-hashes -r {CPU}", "--no-deps -e ."
-FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu {VISION}+cpu"
+ANYWHERE = f"pip --no-deps --no-compile {TORCH}"
+INSTALLED = f"{CPU} ... .venv/install.log ... installed"
+AGAIN = Start(INSTALL, lines=[])
+PYTEST = "python -m pytest -n auto --dist worksteal --durations 20"
+LINT = ["bandit -q -ll -r rl tiny_world benchmarks scripts examples", "mypy "]
+CHECKED = ["ruff check .", "ruff format --check ."]
+TEST_SH = f"{COMPLETE}scripts/test.sh"
+HERE = "Linux on x86-64; here is"
 
 
-@pytest.mark.slow
+HF = """[[ $1 == download && -z ${HUB_DOWN:-} ]] || exit 1
+echo "hf $*" >>hub/downloads
+repository=$2; shift 2; files=()
+while [[ $1 != --repo-type ]]; do files+=("$1"); shift; done
+mkdir -p "$4" && folder=$(realpath "$4") && cd "hub/$repository" || exit 1
+if ((${#files[@]})); then cp "${files[@]}" "$folder"; else cp -r . "$folder"; fi"""
+"""download REPOSITORY [FILES] --repo-type dataset --local-dir FOLDER, from hub/."""
+OMNIEDIT, RL_100K = "mair-lab/omniedit-got-tokenized-256", "rabiulawal/emu3_tokenized_rl_100k"
+LIST = "list/tokenized_datalist.json"
+HUB = f"""mkdir -p set/list set/feature hub/{{{OMNIEDIT},{RL_100K}}}
+mkdir -p hub/mair-lab/earl-datasets/vismin
+echo {{}} >set/{LIST}; echo {{}} >set/feature/0.pth
+pack() {{ tar -czf "hub/$1" --transform "s,^set,$2," set; }}
+pack {OMNIEDIT}/validation_22march_256.tar.gz validation_22march_256
+pack {OMNIEDIT}/train_22march_256.tar.gz train_22march_256
+pack {RL_100K}/emu3_tokenized_rl_100k.tar.gz emu3_tokenized_rl_100k/aurora_ag/train
+pack mair-lab/earl-datasets/magicbrush.tar.gz train
+cp -r set hub/mair-lab/earl-datasets/vismin/train
+"""
+"""Makes the published repositories, with archives with and without a top folder."""
+GET = f"{COMPLETE}scripts/setup_datasets.sh"
+
+
+LISTED = [
+    f"*/data/{folder}/{LIST}"
+    for folder in (
+        "earl-datasets/magicbrush/train",
+        "earl-datasets/vismin/train",
+        "emu3_tokenized_rl_100k/aurora_ag/train",
+        "train_22march_256",
+        "validation_22march_256",
+    )
+]
+
+
 @pytest.mark.parametrize(
-    ("uv", "torch", "calls"),
+    "starts",
     [
-        (f"{UV}{SITE}[[ $* != *torch==* ]] || {HAS_CPU_BUILD}", HAS_CPU_BUILD,
-         [f"uv --no-deps {INDEX} {TORCH}+cpu {VISION}+cpu", f"uv {LOCKED}", f"uv {LOCAL}"]),
-        (f"{UV}exit 1", HAS_CPU_BUILD, [f"pip {LOCKED}", f"pip {LOCAL}"]),
-        ("", FROM_ELSEWHERE, [FROM_INDEX, f"pip --no-deps --no-compile {TORCH}", f"pip {LOCKED}"]),
-        ("", HAS_CPU_BUILD, [FROM_INDEX, f"pip {LOCKED}", f"pip {LOCAL}"]),
-        ("", REFUSES_INDEX, [FROM_INDEX, f"pip --no-deps --no-compile {TORCH}", f"pip {TORCH}",
-                             f"pip {LOCKED}"]),
+        pytest.param([
+            Start(f"PYTHON=old {INSTALL}", "3.11.4 to 3.13 ... venv ... ensurepip ... Python 3.9.2 "
+                  "... apt install python3 python3-venv ... PYTHON=", 1, made={"bin/old": OLD},
+                  absent=".venv"),
+            Start(INSTALL, "Python 3.9.2 ... 3.11.4 to 3.13 ... delete .venv", 1,
+                  made={".venv/bin/python": OLD}),
+        ], id="an old Python or .venv"),
+        *(pytest.param([
+            Start(f"PYTHON=other REQUIREMENTS={CPU} {INSTALL}", says, 1, lines=lines,
+                  made=reports(number)),
+        ], id=f"Python {number}", marks=SLOW) for number, says, lines in (
+            ("3, 11, 3", "No Python 3.11.4", ["*"]),
+            ("3, 11, 4", "made -m venv .venv ... failed", None),
+            ("3, 14, 0", "No Python 3.11.4", ["*"]),
+        )),
+        *(pytest.param([
+            Start(f"PYTHON=no-such-python {INSTALL}", "", 1, [line], made=platform(*names),
+                  absent=".venv"),
+        ], id=" ".join(names)) for line, *names in (
+            (f"*{HERE} Darwin on arm64*", "Darwin", "arm64", ""),
+            (f"*{HERE} Linux on aarch64*", "Linux", "aarch64", "glibc 2.36"),
+            (f"*{HERE} MINGW64_NT-10.0 on x86_64*", "MINGW64_NT-10.0", "x86_64", ""),
+            ("*glibc 2.31 or newer*", "Linux", "x86_64", "glibc 2.28"),
+            ("*here is: none*", "Linux", "x86_64", ""),
+            ("No Python 3.11.4*", "Linux", "x86_64", "glibc 2.31"),
+            ("No Python 3.11.4*", "Linux", "x86_64", "glibc 2.100"),
+        )),
+        *(pytest.param([
+            Start(INSTALL, f"{INSTALLED}{says}", calls=calls, made=machine(uv, torch)), AGAIN,
+        ], id=name, marks=SLOW) for name, uv, torch, says, calls in (
+            ("uv", f"[[ $* != *torch==* ]] || {CPU_BUILD}", CPU_BUILD, "",
+             [f"uv --no-deps {INDEX} {BUILDS}", f"uv {LOCKED}", f"uv {LOCAL}"]),
+            ("uv fails", "exit 1", CPU_BUILD, "",
+             [f"uv --no-deps {INDEX} {BUILDS}", FROM_INDEX, f"uv {LOCKED}", f"pip {LOCKED}",
+              f"uv {LOCAL}", f"pip {LOCAL}"]),
+            ("torch from another place", "",
+             f"{{ [[ $* != *--index-url* ]] && {CPU_BUILD}; }} || exit 1", "",
+             [FROM_INDEX, ANYWHERE, f"pip {LOCKED}", f"pip {LOCAL}"]),
+            ("no uv", "", CPU_BUILD, "", [FROM_INDEX, f"pip {LOCKED}", f"pip {LOCAL}"]),
+            ("only torch for CUDA", "", REFUSES_INDEX, " ... PyTorch's CUDA build",
+             [FROM_INDEX, ANYWHERE, f"pip {TORCH}", f"pip {LOCKED}", f"pip {LOCAL}"]),
+        )),
+        pytest.param([
+            Start(f"{before}{INSTALL}", GPU, made=machine(gpu=True),
+                  calls=[f"pip --no-deps --require-hashes -r {GPU}", f"pip {LOCAL}"])
+            for before in ("", f"echo '# pin' >>{GPU}; ", "echo '# pin' >>pyproject.toml; ")
+        ], id="a GPU", marks=SLOW),
+        *(pytest.param([
+            Start(f"echo '{present} 1 2\n{TEST} 3 4' >.venv/installed; "
+                  f"REQUIREMENTS={other} {INSTALL}",
+                  f"{present} ... {other} ... delete .venv ... REQUIREMENTS={present}", 1,
+                  made=TOOLS),
+        ], id=f"{other} beside {present}") for present, other in ((CPU, GPU), (GPU, CPU))),
+        pytest.param([
+            *[Start(f"REQUIREMENTS={GPU} {INSTALL}",
+                    "no matching distribution ... .venv/install.log", 1,
+                    made=machine() | {"bin/venv-python": "[[ $1 == -c ]] || "
+                                      "{ echo no matching distribution; exit 1; }"})] * 2,
+            Start(f"REQUIREMENTS=requirements-tpu.lock {INSTALL}", "no requirements-tpu.lock", 1),
+        ], id="an installation that fails", marks=SLOW),
+        pytest.param([
+            Start(f"{TEST_SH} -k 'a or b' | LC_ALL=C sort", made=TOOLS,
+                  lines=[*LINT, f"{PYTEST} -m not slow -k a or b", *CHECKED]),
+            Start(f"{TEST_SH} --all -x | LC_ALL=C sort", lines=[*LINT, f"{PYTEST} -x", *CHECKED]),
+            Start(f"{TEST_SH} --slow -x", lines=[f"{PYTEST} -m slow -x"]),
+            Start(f"{TEST_SH} --other-cpus", lines=[f"{PYTEST} tests/*"] * 2),
+            Start(f"{COMPLETE}.ci/run | grep -v '^ruff\\|^mypy\\|^bandit'",
+                  made={"bin/chromium": ""}, lines=[
+                      *["python -m rl*"] * 2, f"{PYTEST} -m not slow", f"{PYTEST} -m slow",
+                      *[f"{PYTEST} tests/*"] * 2, "*all of it"]),
+            Start(TEST_SH, code=1, made={".venv/bin/mypy": "exit 1"}),
+            Start(TEST_SH, code=1, made={".venv/bin/mypy": "", ".venv/bin/ruff": "exit 1"}),
+            Start(TEST_SH, code=5, made={".venv/bin/ruff": "", ".venv/bin/python": "exit 5"}),
+        ], id="the tiers of tests"),
+        pytest.param([
+            Start(f"{COMPLETE}scripts/quickstart.sh num_iterations=3 --nproc 2", made=TOOLS, lines=[
+                "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
+                "python -m rl.tools.commands.report configs/quickstart.jsonnet num_iterations=3",
+            ]),
+            Start(f"{COMPLETE}scripts/quickstart.sh", lines=[
+                "python -m rl.simple_launch configs/quickstart.jsonnet",
+                "python -m rl.tools.commands.report configs/quickstart.jsonnet",
+            ]),
+        ], id="the quickstart"),
+        # Unpacked where EARL's base config reads them.
+        pytest.param([
+            Start(f"{HUB}export APP__DATA_DIR=$PWD/data\n{GET} | grep '{LIST}$' | LC_ALL=C sort",
+                  lines=LISTED, made=TOOLS | {".venv/bin/hf": HF}),
+            Start(f"export APP__DATA_DIR=$PWD/data\n{GET} | LC_ALL=C sort", lines=LISTED),
+            Start(f"export APP__DATA_DIR=\n{GET} validation",
+                  f"RL_DATASETS/data/validation_22march_256/{LIST}"),
+            Start("tail -n 1 hub/downloads", lines=[
+                f"hf download {OMNIEDIT} validation_22march_256.tar.gz --repo-type dataset "
+                "--local-dir RL_DATASETS/data"]),
+        ], id="data sets", marks=SLOW),
+        pytest.param([
+            Start(f"{HUB}{GET} validaton", "validaton ... validation", 2,
+                  made=TOOLS | {".venv/bin/hf": HF}),
+            Start(f"export HUB_DOWN=1\n{GET} earl", "mair-lab/earl-datasets ... start it again", 1),
+            Start(f"tar -czf hub/{RL_100K}/emu3_tokenized_rl_100k.tar.gz -P "
+                  f"--transform 's,.*,set/../../escaped,' pyproject.toml\n"
+                  f"export APP__DATA_DIR=$PWD/data\n{GET} rl_100k",
+                  "emu3_tokenized_rl_100k.tar.gz cannot be unpacked", 1, absent="**/escaped"),
+        ], id="data sets that cannot be had", marks=SLOW),
     ],
-    ids=["uv", "uv fails", "torch from another place", "no uv", "only torch for CUDA"],
 )  # fmt: skip
-def test_packages_are_installed_with_uv_or_pip_and_torch_from_its_index(copy, uv, torch, calls):
-    log = new_machine(copy, uv=WITH_UV if uv else "exit 1", torch=torch)
-    if uv:
-        fake(copy / "bin/uv", uv)
-    done = run(copy, "scripts/_install.sh")
-    assert done.returncode == 0, done.stderr
-    lines = log.read_text().splitlines()
-    assert [line for line in lines if line in calls] == calls, lines
-    assert ("PyTorch's CUDA build" in done.stdout) == (torch == REFUSES_INDEX)
-    assert holds(done.stdout, f"{CPU} ... .venv/install.log ... installed")
-    log.unlink()
-    again = run(copy, "scripts/_install.sh")
-    assert (again.returncode, again.stdout, log.exists()) == (0, "", False)
-
-
-@pytest.mark.slow
-def test_a_machine_with_a_gpu_installs_the_gpu_requirements_once(copy):
-    calls = new_machine(copy)
-    fake(copy / "bin/nvidia-smi", "exit 0")
-    assert run(copy, "scripts/_install.sh").returncode == 0
-    assert calls.read_text().splitlines()[1:] == [
-        f"pip --no-deps --require-hashes -r {GPU}",
-        "pip --no-deps -e .",
-    ]
-    for changed in (GPU, "pyproject.toml"):
-        calls.unlink()
-        with (copy / changed).open("a") as lines:
-            lines.write("# another pin\n")
-        run(copy, "scripts/_install.sh")
-        assert f"-r {GPU}" in calls.read_text()
-
-
-def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
-    make_venv(copy)
-    stamps = copy / ".venv/installed"
-    for present, other in ((CPU, GPU), (GPU, CPU)):
-        stamps.write_text(f"{present} 1 2\n{TEST} 3 4\n")
-        done = run(copy, "scripts/_install.sh", REQUIREMENTS=other)
-        assert done.returncode == 1
-        parts = f"{present} ... {other} ... delete .venv ... REQUIREMENTS={present}"
-        assert holds(done.stderr, parts)
+def test_a_script_does_what_it_says(copy: Path, starts: list[Start]) -> None:
+    for start in starts:
+        check(copy, start)
 
 
 @pytest.mark.slow
@@ -234,64 +324,21 @@ def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
         ),
     ],
 )
-def test_no_process_outlives_a_stopped_installation(copy, installer):
-    new_machine(copy, torch=installer)
+def test_no_process_outlives_a_stopped_installation(copy: Path, installer: str) -> None:
+    for name, body in machine(torch=installer).items():
+        fake(copy / name, body)
     process = subprocess.Popen(
-        ["bash", "scripts/_install.sh"],
+        ["bash", INSTALL],
         cwd=copy,
         env={**os.environ, "PATH": f"{copy / 'bin'}:/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup ignores it
     )
-    while not (copy / "started").exists():
-        time.sleep(0.02)
+    wait_for((copy / "started").exists)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=120)  # returns when no process has the pipe open
     assert process.returncode != 0
-
-
-@pytest.mark.slow
-def test_a_failed_installation_is_reported_and_tried_again(copy):
-    new_machine(copy)
-    fake(copy / "bin/venv-python", "[[ $1 == -c ]] || { echo no matching distribution; exit 1; }")
-    for _ in range(2):
-        done = run(copy, "scripts/_install.sh", REQUIREMENTS=GPU)
-        assert done.returncode == 1
-        assert holds(done.stderr, "no matching distribution ... .venv/install.log")
-    missing = run(copy, "scripts/_install.sh", REQUIREMENTS="requirements-tpu.lock")
-    assert missing.returncode == 1 and "no requirements-tpu.lock" in missing.stderr
-
-
-PYTEST = "python -m pytest -n auto --dist worksteal --durations 20"
-
-
-def test_each_tier_runs_its_tests(copy):
-    make_venv(copy)
-
-    def printed(*arguments):
-        return run(copy, *arguments, REQUIREMENTS=CPU).stdout.splitlines()
-
-    lint = ["ruff check .", "ruff format --check .", "mypy "]
-    lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts examples"]
-    test = "scripts/test.sh"
-    for options, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
-        assert sorted(printed(test, *options)) == sorted([*lint, PYTEST + tests])
-    assert printed(test, "--slow", "-x") == [f"{PYTEST} -m slow -x"]
-    older = printed(test, "--other-cpus")
-    assert [line.partition(" tests/")[0] for line in older] == [PYTEST] * 2
-    fake(copy / "bin/chromium", "")
-    lines = printed(".ci/run")
-    assert [line for line in lines if line.startswith("python -m rl")] == lines[:2]
-    tests = [line for line in lines if "pytest" in line]
-    assert tests == [f"{PYTEST} -m not slow", f"{PYTEST} -m slow", *older]
-    assert "all of it" in lines[-1]
-    for tool in ("mypy", "ruff"):
-        fake(copy / ".venv/bin" / tool, "exit 1")
-        assert run(copy, test, REQUIREMENTS=CPU).returncode == 1
-        fake(copy / ".venv/bin" / tool, "")
-    fake(copy / ".venv/bin/python", "exit 5")
-    assert run(copy, test, REQUIREMENTS=CPU).returncode == 5
 
 
 @pytest.mark.slow
@@ -305,113 +352,22 @@ def test_each_tier_runs_its_tests(copy):
         (["-m", "campaign and slow"], []),
     ],
 )
-def test_campaign_tests_run_only_when_their_mark_is_selected(tmp_path, options, selected):
+def test_campaign_tests_run_only_when_their_mark_is_selected(
+    tmp_path: Path, options: list[str], selected: list[str]
+) -> None:
     (tmp_path / "test_tiers.py").write_text(
         "import pytest\n"
         "def test_quick(): pass\n"
         "@pytest.mark.slow\ndef test_slow(): pass\n"
         "@pytest.mark.campaign\ndef test_campaign(): pass\n"
     )
-    collected = []
+    collected: list[str] = []
 
     class Notes:
-        def pytest_collection_finish(self, session):
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
             collected.extend(item.name.removeprefix("test_") for item in session.items)
 
     quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
     ours = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
     pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
     assert sorted(collected) == selected, "in any order"
-
-
-def test_quickstart_runs_and_reports_the_same_run(copy):
-    make_venv(copy)
-    arguments = ["num_iterations=3", "--nproc", "2"]
-    done = run(copy, "scripts/quickstart.sh", *arguments, REQUIREMENTS=CPU)
-    assert done.stdout.splitlines() == [
-        "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
-        "python -m rl.tools.commands.report configs/quickstart.jsonnet num_iterations=3",
-    ]
-    plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS=CPU).stdout
-    assert plain.endswith("python -m rl.tools.commands.report configs/quickstart.jsonnet\n")
-
-
-HF = """[[ $1 == download && -z ${HUB_DOWN:-} ]] || exit 1
-echo "hf $*" >>"$HUB/calls"
-repository=$2; shift 2; files=()
-while [[ $1 != --repo-type ]]; do files+=("$1"); shift; done
-mkdir -p "$4" && folder=$(realpath "$4") && cd "$HUB/$repository" || exit 1
-if ((${#files[@]})); then cp "${files[@]}" "$folder"; else cp -r . "$folder"; fi"""
-"""download REPOSITORY [FILES] --repo-type dataset --local-dir FOLDER, from $HUB."""
-OMNIEDIT, RL_100K = "mair-lab/omniedit-got-tokenized-256", "rabiulawal/emu3_tokenized_rl_100k"
-LIST = "list/tokenized_datalist.json"
-
-
-@pytest.fixture
-def hub(copy):
-    """The published repositories, with archives with and without a top folder."""
-    make_venv(copy)
-    fake(copy / ".venv/bin/hf", HF)
-    hub, dataset = copy / "hub", copy / "set"
-    for path in (dataset / LIST, dataset / "feature/0.pth"):
-        path.parent.mkdir(parents=True)
-        path.write_text("{}")
-    for archive, name in (
-        (f"{OMNIEDIT}/validation_22march_256.tar.gz", "validation_22march_256"),
-        (f"{OMNIEDIT}/train_22march_256.tar.gz", "train_22march_256"),
-        (f"{RL_100K}/emu3_tokenized_rl_100k.tar.gz", "emu3_tokenized_rl_100k/aurora_ag/train"),
-        ("mair-lab/earl-datasets/magicbrush.tar.gz", "train"),
-    ):
-        (hub / archive).parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(hub / archive, "w:gz") as file:
-            file.add(dataset, arcname=name)
-    shutil.copytree(dataset, hub / "mair-lab/earl-datasets/vismin/train")
-    return hub
-
-
-def setup_datasets(copy, hub, *sets, **more):
-    return run(copy, "scripts/setup_datasets.sh", *sets, HUB=str(hub), REQUIREMENTS=CPU, **more)
-
-
-@pytest.mark.slow
-def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
-    """They are unpacked where EARL's base config reads them."""
-    done = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
-    assert done.returncode == 0, done.stderr + done.stdout
-    expected = {
-        str(copy / "data" / folder / LIST)
-        for folder in (
-            "validation_22march_256",
-            "train_22march_256",
-            "emu3_tokenized_rl_100k/aurora_ag/train",
-            "earl-datasets/magicbrush/train",
-            "earl-datasets/vismin/train",
-        )
-    }
-    assert {line for line in done.stdout.splitlines() if line.endswith(LIST)} == expected
-    again = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
-    assert again.returncode == 0 and "unpacking" not in again.stdout
-    alone = setup_datasets(copy, hub, "validation", APP__DATA_DIR="")
-    assert f"RL_DATASETS/data/validation_22march_256/{LIST}" in alone.stdout
-    assert (
-        (hub / "calls")
-        .read_text()
-        .endswith(
-            f"hf download {OMNIEDIT} validation_22march_256.tar.gz --repo-type dataset "
-            "--local-dir RL_DATASETS/data\n"
-        )
-    )
-
-
-@pytest.mark.slow
-def test_a_set_that_cannot_be_fetched_is_named_and_archives_cannot_escape(copy, hub):
-    unknown = setup_datasets(copy, hub, "validaton")
-    assert unknown.returncode == 2 and holds(unknown.stderr, "validaton ... validation")
-    down = setup_datasets(copy, hub, "earl", HUB_DOWN="1")
-    assert down.returncode == 1 and holds(down.stderr, "mair-lab/earl-datasets ... start it again")
-    with tarfile.open(hub / RL_100K / "emu3_tokenized_rl_100k.tar.gz", "w:gz") as file:
-        file.addfile(tarfile.TarInfo("set/../../escaped"), io.BytesIO(b""))
-    done = setup_datasets(copy, hub, "rl_100k", APP__DATA_DIR=str(copy / "data"))
-    assert done.returncode == 1
-    assert holds(done.stderr, "emu3_tokenized_rl_100k.tar.gz cannot be unpacked")
-    assert not list(copy.rglob("escaped"))
