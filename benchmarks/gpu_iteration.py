@@ -100,7 +100,7 @@ def _preloaded(bench: Bench, side_px: int, policy: Policy, parts: EditorParts) -
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
-        mock.patch.object(qwen_image_loop, "load_parts", lambda config, device: parts),
+        mock.patch.object(qwen_image_loop, "load_parts", lambda *_: parts),
     ):
         yield
 
