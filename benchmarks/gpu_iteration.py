@@ -98,9 +98,9 @@ def _preloaded(bench: Bench, side_px: int, policy: Policy, parts: EditorParts) -
     """Runs that are opened in this context use these models instead of loading any."""
     engine = FixedEngine(policy, shape_of(bench, side_px))
     with (
-        mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
+        mock.patch.object(build, "build_policy", lambda *_: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
-        mock.patch.object(qwen_image_loop, "load_parts", lambda config, device: parts),
+        mock.patch.object(qwen_image_loop, "load_parts", lambda *_: parts),
     ):
         yield
 
