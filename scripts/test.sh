@@ -43,7 +43,7 @@ if [[ $tier == fast || $tier == all ]]; then
     mypy >"$found" & # half a minute of one core
     types=$!
     # Exceptions are in the code, with their reasons: `# nosec B615 # a local folder`.
-    bandit -q -ll -r rl tiny_world benchmarks scripts examples
+    bandit -q -ll -r rl tiny_world benchmarks examples
 fi
 if [[ $tier == slow || $tier == all ]] && git rev-parse --is-inside-work-tree &>/dev/null; then
     # The tests' fake keys contain one of these strings; upper case is the name of a variable. Model

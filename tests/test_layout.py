@@ -146,7 +146,6 @@ def test_no_file_imports_what_it_may_not(why: str) -> None:
 OURS = [
     *SOURCES,
     *TINY_WORLD,
-    *(ROOT / "scripts").rglob("*.py"),
     *(ROOT / "benchmarks").rglob("*.py"),
     *(ROOT / "examples").rglob("*.py"),
 ]

@@ -155,17 +155,6 @@ def test_a_command_that_needs_the_clone_is_an_error_outside_it(tmp_path: Path) -
     assert holds(done.stderr, "rl bench-gpu: ... benchmarks/ ... clone")
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
-def test_a_script_only_calls_its_command(script: Path) -> None:
-    [import_line, run_line] = [line for line in script.read_text().splitlines() if line]
-    module = re.fullmatch(r"from ([\w.]+) import main", import_line)
-    assert module and run_line == "raise SystemExit(main())"
-    modules = {command.module for command in COMMANDS.values()} | {
-        "rl.tools.commands.check_distributed"
-    }
-    assert module[1].removesuffix(".__main__") in modules and find_spec(module[1])
-
-
 @pytest.mark.slow
 def test_an_unsupported_python_is_a_clear_error() -> None:
     pythons = [name for name in ("python3.9", "python3.10", "python3.14") if shutil.which(name)]

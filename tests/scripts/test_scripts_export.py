@@ -191,7 +191,7 @@ def test_the_program_on_the_card_writes_the_words_of_rl_edit(
 
 
 def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
-    out = exported(tmp_path, tiny_policy.make_policy(), SECTION, "--dtype", "bfloat16")
+    out = exported(tmp_path, make_policy(), SECTION, "--dtype", "bfloat16")
     adapter = load_file(model_folder(tmp_path / "run") / "adapter_model.safetensors")
     base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, out))
     assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
@@ -272,7 +272,7 @@ def test_an_emu3_adapter_is_merged_into_an_emu3_model(tmp_path: Path) -> None:
 
 
 def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None:
-    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION)
+    run = checkpoint(tmp_path, make_policy(), SECTION)
 
     def fail(config: Any) -> None:
         raise OSError("disk full")
@@ -321,7 +321,7 @@ def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
 ) -> None:
     """The upload fails because the tests run with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
-    run, target = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION), tmp_path / "adapter"
+    run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
     options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
     assert export.main([str(run), str(target), *options]) == 1
     output = capsys.readouterr()
@@ -396,7 +396,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
 
 
 def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_path: Path) -> None:
-    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION, rewards=[1], renderer="x", data=None)
+    run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     state = json.loads((step / "state.json").read_text())
     state["meta"]["metrics"] = {"eval/reward": "high", "reward/mean": 1}
@@ -414,7 +414,7 @@ def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_
 def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("private")
-    run = checkpoint(tmp_path, tiny_policy.make_policy(), SECTION)
+    run = checkpoint(tmp_path, make_policy(), SECTION)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "step")
     weights = step / "model" / "adapter_model.safetensors"
     weights.unlink()

@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py tokenizes every row exactly once and leaves no half-written file."""
+"""`rl prepare` tokenizes every row exactly once and leaves no half-written file."""
 
 from __future__ import annotations
 

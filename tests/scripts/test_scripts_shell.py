@@ -159,7 +159,7 @@ ANYWHERE = f"pip --no-deps --no-compile {TORCH}"
 INSTALLED = f"{CPU} ... .venv/install.log ... installed"
 AGAIN = Start(INSTALL, lines=[])
 PYTEST = "python -m pytest -n auto --dist worksteal --durations 20"
-LINT = ["bandit -q -ll -r rl tiny_world benchmarks scripts examples", "mypy "]
+LINT = ["bandit -q -ll -r rl tiny_world benchmarks examples", "mypy "]
 CHECKED = ["ruff check .", "ruff format --check ."]
 TEST_SH = f"{COMPLETE}scripts/test.sh"
 HERE = "Linux on x86-64; here is"

@@ -1,3 +1,0 @@
-from benchmarks.bench_gpu import main
-
-raise SystemExit(main())

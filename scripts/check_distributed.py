@@ -1,3 +1,0 @@
-from rl.tools.commands.check_distributed import main
-
-raise SystemExit(main())

@@ -1,3 +1,0 @@
-from rl.tools.commands.export import main
-
-raise SystemExit(main())

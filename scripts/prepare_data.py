@@ -1,3 +1,0 @@
-from rl.tools.commands.prepare_data import main
-
-raise SystemExit(main())

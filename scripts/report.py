@@ -1,3 +1,0 @@
-from rl.tools.commands.report import main
-
-raise SystemExit(main())
