@@ -224,17 +224,11 @@ def test_what_cannot_be_tested_is_refused(
         conformance.resolved(plugin, config, [], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        (["--check", "--conformance=nothing"], "neither a policy nor an engine"),
-        (["my.jsonnet", "a=1", "--conformance", "emu3", "--check"], "my.jsonnet: no such config"),
-    ],
-)
-def test_the_command_hands_over_what_it_was_given(words: Sequence[str], cause: str) -> None:
+def test_the_command_hands_over_what_it_was_given() -> None:
+    words = ["my.jsonnet", "a=1", "--conformance=emu3", "--check"]
     command = [sys.executable, "-m", "rl.simple_launch", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and cause in done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1 and "my.jsonnet: no such config" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

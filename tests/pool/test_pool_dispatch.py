@@ -132,7 +132,7 @@ def test_a_worker_that_draws_other_bits_is_not_used(
         ray.kill(next(actor for name, actor in ray.actors.items() if name.endswith("/0")))
     assert seeds_of(pool.render(jobs(40))) == ALL
     for _ in range(100):
-        pool._received()
+        pool._received(0.01)
     assert pool._state.num_ready == 1
     assert holds(capsys.readouterr().err, "worker 0 could not be started: it draws other bits")
 
