@@ -307,12 +307,6 @@ class Base:
     words: str = ""
     """Folder or hub id of tokenizer and image processor; '' = the same."""
 
-    @classmethod
-    def of_editor(cls, editor: str, subfolder: str, words: str) -> Base:
-        if Path(editor).is_dir():
-            return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
-        return cls(editor, subfolder=subfolder, words=words)
-
 
 def noted(base: Base, model_class: str) -> dict[str, Any]:
     """The keys of an adapter_config.json that name its base, a transformers `model_class`. The

@@ -364,7 +364,8 @@ def _run_ranks(
                 ending = ranks.end_alone(lost)
             else:
                 time.sleep(0.2)
-        supervision.end_leftovers(pids.values())
+        # What dead ranks left in their process groups, e.g. an engine's workers.
+        supervision.signal_groups(pids.values(), signal.SIGKILL)
         if nodes is not None:
             nodes.ending = ending.what
         return replace(ending, code=128 + stop_signals[0]) if stop_signals else ending

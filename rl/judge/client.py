@@ -185,10 +185,6 @@ class Address:
         config = judge.config
         self._http = JudgeHttp(url, auth_header(config.api_key_env), config.max_concurrency)
 
-    def order_for(self, asking: Asking) -> tuple[int, bool, int]:
-        """A question goes to the address that is up and lowest in this order."""
-        return asking.failures[self], self.rests_until_s > time.monotonic(), self.num_in_flight
-
     async def exchange(self, body: bytes | None = None) -> HttpAnswer:
         """Send a question, or ask for the list of models (`body` None). Raises `RequestTrouble` if
         no answer comes."""
@@ -652,7 +648,10 @@ class JudgeClient:
             self._check()
             up = [address for address in self.addresses if address.is_up]
             if up:
-                return min(up, key=lambda address: address.order_for(asking))
+                now_s = time.monotonic()
+                return min(
+                    up, key=lambda a: (asking.failures[a], a.rests_until_s > now_s, a.num_in_flight)
+                )
             waited_s = max(self.down_s, time.monotonic() - asking.failing_since_s)
             left_s = self.config.max_outage_s - waited_s
             if left_s <= 0:

@@ -276,11 +276,11 @@ class LearnerMetrics:
         vector = torch.stack([value.detach().double() for value in values.values()])
         self._measured.append((len(tokens_N2), list(values), vector))
 
-    def _fetch(self) -> None:
-        """Fetch the values measured since the last call in one copy; add them to `metrics`."""
-        if not self._measured:
-            return
-        fetched = iter(torch.cat([vector for *_, vector in self._measured]).tolist())
+    def close_step(self, gradient_scale: float, num_steps: int) -> None:
+        """Add what was measured in a step, fetched in one copy, and the step's losses, rescaled to
+        true denominators and divided by `num_steps`."""
+        vectors = [vector for *_, vector in self._measured]
+        fetched = iter(torch.cat(vectors).tolist() if vectors else ())
         for num_tokens, names, _ in self._measured:
             self.sums["tokens"] += num_tokens
             if num_tokens:
@@ -293,10 +293,6 @@ class LearnerMetrics:
                 else:
                     self.metrics.add(name, value, num_tokens)
         self._measured.clear()
-
-    def close_step(self, gradient_scale: float, num_steps: int) -> None:
-        """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
-        self._fetch()
         for name in LOSSES:
             self.metrics.total(name, self.sums.pop(name, 0.0) * gradient_scale / num_steps)
 

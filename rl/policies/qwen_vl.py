@@ -119,7 +119,9 @@ class QwenVL(TrainedPolicy[Config]):
         editor = config.init_text_encoder_from
         if not editor:
             return super().base(config)
-        return Base.of_editor(editor, TEXT_ENCODER, words=config.model_path)
+        if Path(editor).is_dir():
+            return Base(f"{editor.rstrip('/')}/{TEXT_ENCODER}", words=config.model_path)
+        return Base(editor, subfolder=TEXT_ENCODER, words=config.model_path)
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:

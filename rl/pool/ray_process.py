@@ -229,20 +229,15 @@ class Pool:
     _ready_s: float = field(default_factory=time.monotonic)
     _warned_s: float = -1e9
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an answer of an actor is awaited, for at most `POLL_S` in each step."""
-        return bool(self.starting or self.running)
-
     def step(self) -> list[Done]:
         """Start actors and calls, wait at most `POLL_S` for one; the tasks that are done. Raises
         RuntimeError if no actor can be started or none has been ready for `MAX_WAIT_S`, and what
         the renderer raises."""
         self._look()
         self._send()
-        if not self.is_busy:
-            return []
         calls = [*self.starting, *self.running]
+        if not calls:
+            return []
         finished, _ = self.ray.wait(calls, num_returns=1, timeout=POLL_S)
         done = []
         for call in finished:
@@ -265,7 +260,11 @@ class Pool:
         self.reference = self.reference or self._agree(None)
         for name in self._wanted():
             if name not in self.handles and len(self.failures.get(name, ())) < MAX_TRIES:
-                self._create(name)
+                actor = self.ray.remote(Worker).options(
+                    **self.options, name=f"{self.prefix}/{name}"
+                )
+                self.handles[name] = actor.remote(self.start.spec, self.reference)
+                self.starting[self.handles[name].state_dim.remote()] = name
         if self.ready:
             self._ready_s = now_s
             return
@@ -298,11 +297,6 @@ class Pool:
         needs |= self.options["resources"]
         places = (totals.get(key, 0) / value for key, value in needs.items() if value)
         return max(1, int(min(places, default=1)))
-
-    def _create(self, name: str) -> None:
-        actor = self.ray.remote(Worker).options(**self.options, name=f"{self.prefix}/{name}")
-        self.handles[name] = actor.remote(self.start.spec, self.reference)
-        self.starting[self.handles[name].state_dim.remote()] = name
 
     def _send(self) -> None:
         """Send tasks to the actors with the fewest calls, to each at most `AT_ONCE`."""
@@ -342,15 +336,11 @@ class Pool:
                 return []
             text = f"worker_lost: {_last_line(error)} (after {MAX_TRIES} tries)"
             return [Done(task.number, RenderFailure(text), {}, "")]
-        if task.kind == "draw" and self.reference is None:
-            self._propose(task.arguments[0], result)
-        return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
-
-    def _propose(self, jobs: Sequence[RenderJob], outcomes: Sequence[Any]) -> None:
-        """Make this batch the reference, if all of its pictures were drawn."""
-        if not any(outcome is None or isinstance(outcome, RenderFailure) for outcome in outcomes):
-            reference = (jobs, digests_of(outcomes))
+        is_first = task.kind == "draw" and self.reference is None
+        if is_first and not any(o is None or isinstance(o, RenderFailure) for o in result):
+            reference = (task.arguments[0], digests_of(result))
             self.reference = self._agree(reference) or reference
+        return [Done(task.number, result, metrics, f"{self.prefix}/{done.name}")]
 
     def _agree(self, reference: Any) -> Any:
         if self.registry is None:
@@ -429,17 +419,6 @@ NO_TOKEN = (
 _ASK_HEAD = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
 
 
-def serve(rank: Connection) -> None:
-    """Answer the rank until it closes the pipe."""
-    start: Start = receive(rank)
-    ray = connect(start.pool.address)
-    try:
-        send(rank, f"the Ray cluster at {ray.get_runtime_context().gcs_address}")
-        _work(rank, ray, start)
-    finally:
-        ray.shutdown()
-
-
 def _work(rank: Connection, ray: Any, start: Start) -> None:
     env = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
     options = {
@@ -458,7 +437,8 @@ def _work(rank: Connection, ray: Any, start: Start) -> None:
     while True:
         with suppress(queue.Empty):
             while True:
-                task = tasks.get(timeout=0 if pool.is_busy else POLL_S)
+                awaits_actor = pool.starting or pool.running  # up to `POLL_S`, in each step
+                task = tasks.get(timeout=0 if awaits_actor else POLL_S)
                 if task is None:
                     return
                 pool.waiting.append(task)
@@ -484,7 +464,13 @@ def main(descriptor: int) -> None:
     """Answer the rank at the other end of the pipe `descriptor`, until it closes it."""
     rank = Connection(descriptor)
     try:
-        serve(rank)
+        start: Start = receive(rank)
+        ray = connect(start.pool.address)
+        try:
+            send(rank, f"the Ray cluster at {ray.get_runtime_context().gcs_address}")
+            _work(rank, ray, start)
+        finally:
+            ray.shutdown()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:

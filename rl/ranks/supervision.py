@@ -474,7 +474,8 @@ class Ranks:
         stopped_s: dict[int, float] = {}
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
             if num_sent < len(signums):
-                _send(living, *signums[num_sent:], signal.SIGCONT)
+                pids = [process.pid for process in living.values()]
+                signal_groups(pids, *signums[num_sent:], signal.SIGCONT)
                 num_sent = len(signums)
             now_s = time.monotonic()
             if now_s > ends_s:
@@ -490,24 +491,18 @@ class Ranks:
 
     def _kill(self, living: Mapping[int, subprocess.Popen[bytes]], why: str) -> None:
         self._say(f"killed, as {why}: {', '.join(f'rank {rank}' for rank in living)}")
-        _send(living, signal.SIGKILL)
+        signal_groups([process.pid for process in living.values()], signal.SIGKILL)
         for process in living.values():
             with suppress(subprocess.TimeoutExpired):  # e.g. one waits for a dead disk
                 process.wait(KILL_S)
 
 
-def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
-    for process in living.values():
+def signal_groups(groups: Iterable[int], *signums: int) -> None:
+    """Send the signals to each process group that still has a process."""
+    for group in groups:
         for signum in signums:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signum)
-
-
-def end_leftovers(groups: Iterable[int]) -> None:
-    """Kill what dead ranks left in their process groups (e.g. an engine's workers)."""
-    for group in groups:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+                os.killpg(group, signum)
 
 
 def _note(file: Path) -> dict[str, Any]:

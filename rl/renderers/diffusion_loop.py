@@ -140,10 +140,13 @@ def in_slices(
 def to_pictures(
     tensor: torch.Tensor, as_images: Callable[[torch.Tensor], list[Image]]
 ) -> list[Image | RenderFailure]:
-    """Convert [B, C, H, W] with `as_images`; a row with NaN or infinity becomes a failure."""
+    """Convert [B, C, H, W] with `as_images`, transparent parts to white; a row with NaN or infinity
+    becomes a failure."""
     finite_B = torch.isfinite(tensor).flatten(1).all(dim=1).tolist()
     return [
-        picture if is_finite else RenderFailure("non_finite: the renderer produced NaN or infinity")
+        over_white(picture)
+        if is_finite
+        else RenderFailure("non_finite: the renderer produced NaN or infinity")
         for picture, is_finite in zip(as_images(torch.nan_to_num(tensor)), finite_B, strict=True)
     ]
 
@@ -183,7 +186,9 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
             jobs,
             lambda job: (self.bucket_of(self.config, job), self.config.batch_size),
             self._failure_of,
-            lambda batch, bucket: to_pictures(self.render_tensor(batch, bucket), self._as_images),
+            lambda batch, bucket: to_pictures(
+                self.render_tensor(batch, bucket), self._pixels.postprocess
+            ),
             self._fits,
             self.may_split,
         )
@@ -191,9 +196,6 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
     def take_metrics(self) -> dict[str, float]:
         """The plugin's `metrics` since the last call."""
         return {}
-
-    def _as_images(self, tensor: torch.Tensor) -> list[Image]:
-        return list(map(over_white, self._pixels.postprocess(tensor, output_type="pil")))
 
     @staticmethod
     def bucket_of(config: Any, job: RenderJob) -> Any:
