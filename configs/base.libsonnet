@@ -117,11 +117,9 @@
     // the loss, whose denominators leave them out, so that the gradient keeps its size; keep: the
     // denominators count them as well; drop: their KL is left out too.
     zero_spread_groups: 'kl_only',
-    // A completion that hit max_completion_tokens. floor: its reward is policy_failed_reward; mask:
-    // graded, but not in the loss; score: graded and in the loss.
+    // A completion that hit max_completion_tokens. floor: its reward is 0; mask: graded, but not in
+    // the loss; score: graded and in the loss.
     truncated_completions: 'score',
-    // Reward of an episode whose completion cannot be used.
-    policy_failed_reward: 0.0,
     // Control arm: rewards permuted over the whole batch; such a run must not learn.
     shuffle_rewards: false,
   },

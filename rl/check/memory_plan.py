@@ -297,9 +297,8 @@ class Plan:
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: whether the engine keeps its memory, and why."""
-    asked = planned.engine.residency if planned.engine else "auto"
-    if asked != "auto":
-        does = "sleeps" if asked == "sleep" else "stays resident"
+    if planned.engine and planned.engine.residency != "auto":
+        does = "sleeps" if planned.engine.residency == "sleep" else "stays resident"
         return f"the engine {does} while others run, as engine.residency says"
     what = "can stay resident" if planned.engine_stays else "has to sleep while others run"
     together = f"all models take {planned.together_gb:.1f} of {gpu_gb:g} GB"

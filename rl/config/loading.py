@@ -412,6 +412,7 @@ CHECKPOINT_FORMAT = 1
 ADAPTER_FORMAT = 2
 """`auto_mapping.format` of adapter_config.json; missing: 1."""
 REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
+    "algorithm.policy_failed_reward": (0.0, ""),
     "checkpoint.keep": ("all", "see checkpoint.keep_every_n_iterations"),
     "data.max_image_side_px": (8192, "downscale the pictures"),
     "engine.adapter": ("served", ""),
@@ -478,6 +479,7 @@ CHANGED_TRAINING = (
     "policy.train_*",
     "rewards.*_tag",
     "rewards.*.scores.*.group",
+    "algorithm.policy_failed_reward",
     "evaluation.judge",
 )
 """Those that, at another value, changed training or its measurement."""

@@ -163,10 +163,8 @@ class AlgorithmConfig(Section):
     the loss, whose denominators leave them out, so that the gradient keeps its size; keep: the
     denominators count them as well; drop: their KL is left out too."""
     truncated_completions: Literal["floor", "mask", "score"] = "score"
-    """A completion that hit max_completion_tokens. floor: its reward is policy_failed_reward; mask:
-    graded, but not in the loss; score: graded and in the loss."""
-    policy_failed_reward: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Reward of an episode whose completion cannot be used."""
+    """A completion that hit max_completion_tokens. floor: its reward is 0; mask: graded, but not in
+    the loss; score: graded and in the loss."""
     shuffle_rewards: bool = False
     """Control arm: rewards permuted over the whole batch; such a run must not learn."""
 

@@ -186,11 +186,8 @@ def _columns_read(config: HfDatasetConfig, available: Sequence[str]) -> list[str
     required = [*columns.named]
     if not columns.source_optional:
         required += columns.sources(available)
-
-    def is_there(name: str) -> bool:
-        return name in available or name.split(".")[0] in available
-
-    if missing := [name for name in required if not is_there(name)]:
+    missing = [n for n in required if n not in available and n.split(".")[0] not in available]
+    if missing:
         raise BadRowError(
             f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(available)}. Map them in the source's `columns`."
@@ -250,10 +247,10 @@ class Prompts(RowsSource[PromptsConfig]):
         files = [Path(config.path)] if config.path else [BUILT_IN / f"{n}.jsonl" for n in splits]
         parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
         lines = Lines(*files, parse=parse)
-        key, picture_key = config.prompt_key, config.picture_key
-        if is_no_jsonl(config.path):
-            key, picture_key = "prompt", ""
-        columns = Columns(instruction=key, source=picture_key, source_optional=True)
+        keys = PromptsConfig() if is_no_jsonl(config.path) else config
+        columns = Columns(
+            instruction=keys.prompt_key, source=keys.picture_key, source_optional=True
+        )
         return Rows(
             rows=lines,
             numbers=lines.numbers,

@@ -75,9 +75,9 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
         return [(entry, f"judge.api_base={entry!r}")]
     if not_a_file(entry):
         raise ValueError(
-            f"judge.api_base={re.sub('.*@', '...@', entry)!r} is neither a URL (http://host:4877), "
-            "nor host:port, nor a file that exists; to have the run start a judge itself, set "
-            "judge.start_command"
+            f"judge.api_base={re.sub('(?s).*@', '...@', entry)!r} is neither a URL "
+            "(http://host:4877), nor host:port, nor a file that exists; to have the run start a "
+            "judge itself, set judge.start_command"
         )
     where = f"judge.api_base: the file {Path(entry)}"
     try:
@@ -101,7 +101,7 @@ def _is_address(text: str) -> bool:
 
 def _normalise(url: str, where: str) -> str:
     url = url if "://" in url else f"http://{url}"
-    if re.search(r"[?#]|://[^/]*@", url):
+    if re.search(r"[?#@]", url.partition("://")[2]):
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "

@@ -29,8 +29,6 @@ LOWEST_LOGPROB = -9999.0
 LOGPROB_ROUNDING = 1e-3
 """How far a server's rounding may lift a log-prob above 0, nats."""
 
-_SCORE_KEYS = {"reasoning", "score"}
-"""The keys of `scores_schema`."""
 _PART = "\n[only a part, finish_reason {!r}]"
 """Last line of a reply that is not whole; the journal and the records keep it."""
 _THOUGHT = re.compile(
@@ -203,7 +201,8 @@ def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
     [] for any other."""
     properties = schema.get("properties", {})
     score = properties.get("score", {})
-    is_of_ten = score.get("items", score).get("maximum") == 10 and not {*properties} - _SCORE_KEYS
+    asks_only_for_it = properties.keys() <= {"reasoning", "score"}
+    is_of_ten = asks_only_for_it and score.get("items", score).get("maximum") == 10
     return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
 
 

@@ -63,7 +63,7 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
         yield (
             f"judge.start_command: give the judge's URL in exactly one way: '{URL_FILE}' in the "
             "command (a file to which the judge writes its URL), or judge.api_base, which is "
-            f"{config.api_base!r}"
+            f"{'set' if config.api_base else 'empty'}"
         )
     elif config.api_base:
         try:

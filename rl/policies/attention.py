@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,9 +90,9 @@ class PackedDecoder:
 # Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 
 NAME = "packed_groups"
-NOT_COMPUTED = ("sliding_window", "softcap", "s_aux")
-"""Keywords of attention in transformers that `attention` refuses; `s_aux`: attention sinks."""
 """Name of `attention` in transformers' registry."""
+NOT_COMPUTED = ("softcap", "s_aux")
+"""Keywords of attention in transformers that `attention` refuses; `s_aux`: attention sinks."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class Packing:
             tuple(group.prompt_len for group in self.groups),
             causal=False,
         )
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with one completion."""
+        return max(g.prompt_len + max(g.completion_lens, default=0) for g in self.groups)
 
     @cached_property
     def prompt_slices(self) -> list[slice]:
@@ -151,12 +157,15 @@ def attention(
     """For a packed row, [1, H, S, D] -> [1, S, H, D]. Without `packing`, [B, H, T, D] ->
     [B, T, H, D], with `attention_mask`, or causal if that is None."""
     assert not dropout, "dropout would make training differ from sampling"
-    scale = others.get("scaling")
-    if scale not in (None, query.shape[-1] ** -0.5) or any(map(others.get, NOT_COMPUTED)):
+    scale, window = others.get("scaling"), others.get("sliding_window")
+    longest = key.shape[2] if packing is None else packing.longest
+    is_other = scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6)
+    is_cut = window is not None and window < longest
+    if is_other or is_cut or any(others.get(name) is not None for name in NOT_COMPUTED):
         raise ValueError(
-            f"{type(module).__name__}: packed rows have no sliding window, soft cap, sinks or "
-            f"other scale; this model cannot be a policy (scaling {scale}, "
-            f"{ {name: others.get(name) for name in NOT_COMPUTED} })"
+            f"{type(module).__name__}: packed rows have no soft cap, sinks, other scale, or window "
+            f"that is shorter than a sequence of {longest} tokens; this model cannot be a policy "
+            f"(scaling {scale}, sliding_window {window}, others {sorted(others)})"
         )
     if packing is None:
         out = functional.scaled_dot_product_attention(

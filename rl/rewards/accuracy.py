@@ -289,7 +289,8 @@ class Accuracy(Reward[Config]):
         return bare(answer)
 
     async def _compare(self, gold: str, answer: str) -> str:
-        """'equal', 'different' or 'too_costly'. Raises UnreadableGoldError and TimeoutError."""
+        """'equal', 'different' or 'too_costly'. Raises UnreadableGoldError, and what
+        `MathsProcess` raises."""
         same = compare(gold, answer) if answer else False
         if same is not None:
             return "equal" if same else "different"

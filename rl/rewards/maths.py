@@ -76,8 +76,9 @@ class MathsProcess:
         if not reply:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_S)  # `close` would hide how it ended
+            ended = self._process.poll()
             self.close()
-            if self._process.returncode == -signal.SIGKILL:
+            if ended == -signal.SIGKILL:
                 raise RuntimeError(
                     "the process that compares answers was killed (for want of memory?)"
                 )

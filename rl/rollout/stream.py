@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from copy import deepcopy
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -41,6 +40,7 @@ from rl.rollout.episodes import (
     Picture,
     Reading,
     episode_of,
+    own_copy,
     require_own_sample,
     scores,
     why_not_rendered,
@@ -137,7 +137,7 @@ def begin(
     `should_stop()` turns true: a pre-empted run may have no time to render all pictures.
     """
     with timer.phase("render") as phase:
-        samples_P = [deepcopy(prompt.sample) for prompt in sampled.prompts]
+        samples_P = [own_copy(prompt.sample) for prompt in sampled.prompts]
         decoded_P = context.renderer.decode_sources(samples_P)
         for prompt, decoded in zip(sampled.prompts, decoded_P, strict=True):
             require_own_sample(prompt, decoded, "decoded")
@@ -232,7 +232,7 @@ class PendingRollout:
                 self._undrawn[len(self._pictures) - 1] = picture
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
-                job = RenderJob(deepcopy(prompt.sample), action.payload, noise_seed)
+                job = RenderJob(own_copy(prompt.sample), action.payload, noise_seed)
                 picture.drawn_of = job.sample
                 jobs.append(job)
             readings.append(picture.readings.setdefault(ids, Reading(picture, base_input)))

@@ -277,7 +277,7 @@ class Run:
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
-        finished = self.checkpointing.last_finished.metrics
+        finished = self.checkpointing.last_finished.latest.metrics
         line = {**self.dist.reduce(metrics), **finished, **self.timer.lap()}
         self.checks.check_line(line)
         self.recording.write_line(done, line)
@@ -285,7 +285,7 @@ class Run:
 
     def stop(self) -> None:
         """Save, and print how to continue. Collective."""
-        done = self.checkpointing.last_finished.done
+        done = self.checkpointing.last_finished.latest.done
         self.checkpointing.save(final=True)
         self.checkpointing.publish(done, self.recording.last_metrics, final=True)
         self.recording.console.say(

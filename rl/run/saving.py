@@ -37,7 +37,7 @@ LONG_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Finished:
+class Finished:
     done: int
     version: int
     """The learner's version at that time; if the learner's is higher now, its weights are of an
@@ -61,32 +61,24 @@ class LastFinished:
         self._config = config
         self._dist = dist
         self._keeps_state = learner.state_bytes <= HELD_STATE_GB * 1e9
-        self._finished = _Finished(0, learner.version, (), {}, None)
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        return self._finished.metrics
-
-    @property
-    def done(self) -> int:
-        return self._finished.done
+        self.latest = Finished(0, learner.version, (), {}, None)
 
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
         """Note that `done` iterations are applied and synced. Collective."""
         rng_by_rank = self._dist.gather(rng_state())
         state = self._learner.state(on_all_ranks=True) if self._keeps_state else None
         # A single assignment, because the signal handler's thread may read it at any time.
-        self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
+        self.latest = Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
     def in_memory(self) -> ResumePoint | None:
         """The state in host memory; None before the first `note`, and if it is too large. Local."""
-        finished = self._finished
+        finished = self.latest
         return None if finished.state is None else self._point(finished, finished.state)
 
     def is_live(self) -> bool:
         """Whether the live weights are still those of the last finished iteration. Local."""
         is_whole = self._learner.state_is_consistent
-        return is_whole and self._finished.version == self._learner.version
+        return is_whole and self.latest.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
         """The state, of any size, on rank 0; None on others. Requires `is_live`, unless the state
@@ -95,9 +87,9 @@ class LastFinished:
             return point if self._dist.is_main else None
         assert self.is_live(), "the weights no longer belong to a finished iteration"
         state = self._learner.state()
-        return self._point(self._finished, state) if self._dist.is_main else None
+        return self._point(self.latest, state) if self._dist.is_main else None
 
-    def _point(self, finished: _Finished, state: State) -> ResumePoint:
+    def _point(self, finished: Finished, state: State) -> ResumePoint:
         tensors, learner_meta = state
         prefix = "master/"
         trained = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -119,7 +111,7 @@ class LastFinished:
 def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> None:
     """Save the last finished iteration alone, on a signal, outside the main thread."""
     try:
-        if last.done and (held := last.in_memory()):
+        if last.latest.done and (held := last.in_memory()):
             checkpoints.save_alone(held)
     except Exception as error:
         warn(f"the finished iterations could not be saved at once: {error!r}")
@@ -132,11 +124,11 @@ def save_before_leaving(
     together if all respond. Saves nothing before the first one is finished, because a checkpoint
     would forbid config changes. Never raises: the user must see the error that ended the run."""
     try:
-        held = last.in_memory() if last.done else None
+        held = last.in_memory() if last.latest.done else None
         if held is not None:
             checkpoints.save_alone(held)
         received = dist.report_error(error, TIMEOUT_S if held else LONG_TIMEOUT_S)
-        if held is not None or not last.done:
+        if held is not None or not last.latest.done:
             return
         if received and dist.gather(last.is_live()) == [True] * dist.world_size:
             # Frees the autograd graphs in the failed frames' locals, to have memory for the gather.
@@ -145,8 +137,8 @@ def save_before_leaving(
             return
         newest = find(checkpoints.folder.parent, hashes=False).path
         on_disk = 0 if newest is None else iteration_of(newest)
-        if on_disk < last.done and (dist.is_main or not received):
-            lost = f"the iterations after {on_disk}, up to {last.done}, are lost"
+        if on_disk < last.latest.done and (dist.is_main or not received):
+            lost = f"the iterations after {on_disk}, up to {last.latest.done}, are lost"
             why = "a later update began" if received else "a rank with part of the state is gone"
             warn(f"{lost} ({why}); newest checkpoint: {newest or 'none'}")
     except BaseException as save_error:  # a policy of the user's may raise anything
@@ -197,7 +189,7 @@ class Checkpointing:
         self.writer.drain()
         point = self.last_finished.read()
         if self.checkpoints.save(point, final=final) is not None and self.dist.is_main:
-            self._delete_journals(self.last_finished.done)
+            self._delete_journals(self.last_finished.latest.done)
         self.writer.flush()  # last, so that an earlier error does not prevent the save
 
     def _save_from_memory(self, point: ResumePoint) -> None:

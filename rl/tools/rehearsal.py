@@ -7,8 +7,8 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from rl.check.memory_plan import CONTEXT_GB
 from rl.config.schema import RunConfig
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
-from rl.learner.train_step import LearnerMetrics
+from rl.learner.train_step import TrainStep
 from rl.progress import PhaseTimer
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
@@ -346,9 +346,29 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
         # The tally records the phases of rollout and learner as its own.
         within, patch = gpu.tally.within, mock.patch.object
         stack.enter_context(patch(heartbeat, "phase", within))
-        stack.enter_context(patch(LearnerMetrics, "clock", lambda _, phase: within(phase)))
+        for name, phase in LEARNING.items():
+            method = _within(within, phase, getattr(TrainStep, name))
+            stack.enter_context(patch(TrainStep, name, method))
         loop = stack.enter_context(BackgroundLoop("judge"))
         return _iteration(resolved, sizes, gpu, loop, depth, started)
+
+
+LEARNING = {
+    "_compute_reference": "learn_reference",
+    "_backward": "learn_backward",
+    "_optimizer_step": "learn_step",
+}
+"""Method of `TrainStep` -> its phase of a rehearsal."""
+
+
+def _within(
+    within: Callable[[str], AbstractContextManager[None]], phase: str, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with within(phase):
+            return call(*args, **kwargs)
+
+    return counted
 
 
 def _iteration(
@@ -606,7 +626,7 @@ PLANNED = {
     "condition": ("condition",),
     "render": ("render",),
     "reference": ("reference", "learn_reference"),
-    "learn": ("learn_forward", "learn_backward"),
+    "learn": ("learn_backward",),
     "step": ("learn_step",),
 }
 """Phase of the memory plan -> its phases in a rehearsal."""

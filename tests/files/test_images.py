@@ -21,6 +21,7 @@ from rl.files import digest, png_bytes
 from rl.judge.reply import picture_part
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
+from rl.rollout.episodes import own_copy
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_who_gets_pictures_can_change_only_copies() -> None:
     image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
     hidden = {"boxes": [image, (1, 2)], "scores": torch.zeros(2), "labels": {"red"}}
     sample = Sample("a", "x", (image,), image, codes, hidden=hidden)
-    copy = deepcopy([RewardInput(sample, "x", image)])[0]
+    copy = own_copy(RewardInput(sample, "x", image))
     boxes = copy.sample.hidden["boxes"]
     assert boxes == [image, (1, 2)]
     for picture in (copy.image, copy.sample.target, *copy.sample.sources, boxes[0]):

@@ -241,6 +241,7 @@ def test_the_health_check_names_the_cause(models: Fault, reason: str) -> None:
     with FaultyJudge() as judge, pytest.raises(JudgeError, match=reason) as error:
         judge.models = models
         with_client(judge, lambda client: client.check_health(0.2))
+    assert isinstance(error.value, JudgeRefused) == (models.status != 503)
     assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1500
 
 

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_loop
 import torch
 from tiny_typing import typing_errors
 
+from rl import simple_launch
 from rl.config.schema import ConfigError
 from rl.engines.transformers import TransformersEngine
 from rl.policies import prompting
@@ -222,6 +224,13 @@ def test_what_cannot_be_tested_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=cause):
         conformance.resolved(plugin, config, [], tmp_path)
+
+
+def test_the_command_needs_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.execv", execv := Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        simple_launch.main(["--check", "--conformance", "nothing"])
+    assert execv.call_args.args[1][-2:] == ["rl.tools.conformance", "nothing"]
 
 
 def test_the_command_hands_over_what_it_was_given() -> None:

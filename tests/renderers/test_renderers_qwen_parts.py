@@ -12,6 +12,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from tiny_editor import make_states
 from tiny_pictures import render_floats
+from tiny_rounding import PRODUCT_TOL
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,6 +32,20 @@ from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.qwen_image_loop import FrameVae, prepare_transformer
 
 TIMESTEPS = torch.tensor([1000.0, 916.0, 427.0, 20.0])
+
+
+@pytest.mark.parametrize("zero_cond_t", [False, True])
+@torch.no_grad()
+def test_the_modulation_table_equals_what_each_block_computes(zero_cond_t: bool) -> None:
+    transformer = tiny_editor.make_stock(zero_cond_t=zero_cond_t).transformer
+    for timestep, entry in zip(TIMESTEPS, build_table(transformer, TIMESTEPS), strict=True):
+        times = torch.stack([timestep, torch.tensor(0.0)])[: 1 + zero_cond_t] / 1000
+        embedding = transformer.time_text_embed(times, torch.empty(0))
+        for index, block in enumerate(transformer.transformer_blocks):
+            image, words = block.img_mod(embedding), block.txt_mod(embedding[:1])
+            for rows, ours in ((image, entry.image[index]), (words, entry.text[index])):
+                expected = rows.reshape(len(rows), 6, -1) + torch.tensor([0, 1, 0] * 2)[:, None]
+                torch.testing.assert_close(ours, expected, atol=PRODUCT_TOL, rtol=PRODUCT_TOL)
 
 
 def count_flops(run: Callable[[], object]) -> int:

@@ -32,7 +32,8 @@ from rl.run.set_up import _restore
 def checkpointing_in(folder: Path, save: Callable[..., Path | None], copy: Any) -> Checkpointing:
     """`copy`: that of the last finished iteration's state in host memory."""
     checkpoints: Any = SimpleNamespace(save=save, save_alone=save, folder=folder / "checkpoints")
-    last: Any = SimpleNamespace(read=lambda: copy, in_memory=lambda: copy, done=1)
+    latest = SimpleNamespace(done=1)
+    last: Any = SimpleNamespace(read=lambda: copy, in_memory=lambda: copy, latest=latest)
     return Checkpointing({}, Dist(), 9, checkpoints, BackgroundWriter(folder), last)
 
 
@@ -155,7 +156,7 @@ def test_a_judge_that_grades_from_0_to_1_is_named_once(capsys, scores, is_warned
         start=0,
         recording=MagicMock(),
         checks=MagicMock(),
-        checkpointing=MagicMock(last_finished=MagicMock(metrics={})),
+        checkpointing=MagicMock(last_finished=MagicMock(latest=MagicMock(metrics={}))),
         prompt_order=MagicMock(num_replaced=0),
         judge_passed=None,
         num_skipped_rows=0,

@@ -13,7 +13,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-import conftest
 import pytest
 from tiny_messages import holds
 from tiny_waits import wait_for
@@ -353,8 +352,9 @@ def test_no_process_outlives_a_stopped_installation(copy: Path, installer: str) 
     ],
 )
 def test_campaign_tests_run_only_when_their_mark_is_selected(
-    tmp_path: Path, options: list[str], selected: list[str]
+    tmp_path: Path, pytestconfig: pytest.Config, options: list[str], selected: list[str]
 ) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
     (tmp_path / "test_tiers.py").write_text(
         "import pytest\n"
         "def test_quick(): pass\n"

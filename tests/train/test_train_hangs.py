@@ -82,5 +82,5 @@ def test_a_run_with_a_killed_rank_is_started_again_up_to_the_retries(
 @pytest.mark.slow
 def test_an_error_in_the_program_is_not_retried(models: dict[str, str], tmp_path: Path) -> None:
     ended = Ended(models, tmp_path, "raised", "--retries", "3")
-    assert ended.has_error("not started again: rank 1 failed: exit code 1 ")
+    assert ended.has_error("not started again: rank 1 failed: exit code 1. ")
     assert ended.code == 1 and ended.saved == ["step_000001"]

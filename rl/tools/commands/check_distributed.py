@@ -26,11 +26,12 @@ def main() -> None:
     """Sum a known tensor over all ranks with each communicator that a run may use. Rank 0 prints a
     line for each. Exit code: 1, with the reason, if a sum is wrong or does not arrive."""
     printing.guard()
-    # Before the ranks meet, which may hang as well.
-    timer = threading.Timer(TIMEOUT_S, give_up, [os.environ.get("RANK", "0")])
-    timer.daemon = True
-    timer.start()
-    dist = Dist.from_env()
+    import torch.distributed  # noqa: F401 # before the timer: a slow disk is no hang
+
+    timer = deadline()
+    dist = Dist.from_env()  # the ranks meet here
+    timer.cancel()
+    timer = deadline()
     for name, device, sum_ in communicators(dist):
         if isinstance(sum_, str):
             line = f"{name} skipped: {sum_}"
@@ -43,6 +44,14 @@ def main() -> None:
             print(line, flush=True)
     timer.cancel()
     dist.close()
+
+
+def deadline() -> threading.Timer:
+    """Ends this process unless it is cancelled within `TIMEOUT_S`."""
+    timer = threading.Timer(TIMEOUT_S, give_up, [os.environ.get("RANK", "0")])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def give_up(rank: str) -> None:

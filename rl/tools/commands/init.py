@@ -184,7 +184,9 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     for name in without_effect:
         if getattr(args, name):
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} has no effect with --system {args.system}; see --system")
+            raise ValueError(
+                f"--{option} has no effect with --system {args.system}; see rl init --help"
+            )
     if system.data:
         sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
         num = args.gpus or len(sizes) or system.gpus

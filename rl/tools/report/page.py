@@ -399,7 +399,7 @@ class Page:
             for row in rows:
                 files = stock.get(str(row["id"]))
                 file = files.get("stock") if isinstance(files, Mapping) else None
-                drawn = picture(stock_folder, file)
+                drawn = picture(stock_folder, file, may_be_link=True)
                 shown.append(record_row(row, names, folder, drawn, self._pieces))
             self._write(f"eval_{iteration:06d}", {"parts": names, "rows": shown})
             if numbers:
