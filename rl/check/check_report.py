@@ -502,9 +502,9 @@ def _judge_lines(resolved: Resolved) -> list[str]:
         return ["is not asked"]
     pictures = config.generations_per_prompt * config.images_per_completion
     training = config.prompts_per_iteration * pictures * questions_per_picture(resolved)
-    bases = [judge.api_base] if isinstance(judge.api_base, str) else judge.api_base
-    base = re.sub(r"//[^/,]*@", "//...@", ", ".join(bases))
-    lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
+    base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
+    shown = re.sub(r"//[^/,]*@", "//...@", base)
+    lines = [f"{judge.model} at {shown or 'the URL that start_command writes'}"]
     lines += [
         f"{name}: {plugin.name}, {plugin.cls.num_questions(plugin.config)} questions a picture"
         for name, plugin in resolved.rewards.items()

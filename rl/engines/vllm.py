@@ -380,10 +380,7 @@ class VllmEngine(Engine[Config]):
             [self._expected] = self._llm.collective_rpc(full_sums, args=(tensors,))
             self._reads_back = len(self._expected) == len(tensors)
         self._fingerprint = weights.fingerprint
-        self._drop_caches()
-
-    def _drop_caches(self) -> None:
-        """Forget everything computed from earlier weights."""
+        # What was computed from earlier weights.
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 

@@ -91,8 +91,6 @@ class PackedDecoder:
 
 NAME = "packed_groups"
 """Name of `attention` in transformers' registry."""
-NOT_COMPUTED = ("softcap", "s_aux")
-"""Keywords of attention in transformers that `attention` refuses; `s_aux`: attention sinks."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,6 @@ class Packing:
             tuple(group.prompt_len for group in self.groups),
             causal=False,
         )
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with one completion."""
-        return max(g.prompt_len + max(g.completion_lens, default=0) for g in self.groups)
 
     @cached_property
     def prompt_slices(self) -> list[slice]:
@@ -158,13 +151,18 @@ def attention(
     [B, T, H, D], with `attention_mask`, or causal if that is None."""
     assert not dropout, "dropout would make training differ from sampling"
     scale, window = others.get("scaling"), others.get("sliding_window")
-    longest = key.shape[2] if packing is None else packing.longest
+    # Tokens of each prompt with its longest completion.
+    lens = (
+        [g.prompt_len + max(g.completion_lens, default=0) for g in packing.groups]
+        if packing
+        else []
+    )
     is_other = scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6)
-    is_cut = window is not None and window < longest
-    if is_other or is_cut or any(others.get(name) is not None for name in NOT_COMPUTED):
+    is_cut = window is not None and window < max(lens, default=key.shape[2])
+    if is_other or is_cut or any(others.get(name) is not None for name in ("softcap", "s_aux")):
         raise ValueError(
             f"{type(module).__name__}: packed rows have no soft cap, sinks, other scale, or window "
-            f"that is shorter than a sequence of {longest} tokens; this model cannot be a policy "
+            "that is shorter than a sequence; this model cannot be a policy "
             f"(scaling {scale}, sliding_window {window}, others {sorted(others)})"
         )
     if packing is None:

@@ -190,18 +190,15 @@ class NodeWatch:
     def _run(self) -> None:
         with suppress(RuntimeError):  # node 0 has gone
             while not self._leaving.wait(BEAT_S):
-                self._beat()
+                self._store.add(f"beat/{self._node}", 1)
+                for node, before in self._beats.items():
+                    beats = self._store.add(f"beat/{node}", 0)
+                    if self._store.check([f"ending/{node}"]):
+                        self._alive_s.pop(node, None)
+                    elif beats != before or node == 0:
+                        self._beats[node], self._alive_s[node] = beats, time.monotonic()
             self._store.set(f"ending/{self._node}", self.ending)
             self._log_endings()
-
-    def _beat(self) -> None:
-        self._store.add(f"beat/{self._node}", 1)
-        for node, before in self._beats.items():
-            beats = self._store.add(f"beat/{node}", 0)
-            if self._store.check([f"ending/{node}"]):
-                self._alive_s.pop(node, None)
-            elif beats != before or node == 0:
-                self._beats[node], self._alive_s[node] = beats, time.monotonic()
 
     def _log_endings(self) -> None:
         """Log why others failed. Node 0 waits for nodes not lost; a failed node waits 2 beats."""

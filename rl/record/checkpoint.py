@@ -139,7 +139,7 @@ class Checkpoints:
         self.folder = run_dir / "checkpoints"
         self._config = config
         self._dist = dist
-        self._pusher = Pusher(config.push_to_hub_repo_id)
+        self.pusher = Pusher(config.push_to_hub_repo_id)
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -188,11 +188,7 @@ class Checkpoints:
         except OSError as error:
             warn(f"{model / MODEL_CARD} could not be written: {error}")
         if self._push_due(iteration, final):
-            self._pusher.push(model, iteration, final)
-
-    def close(self, say: Callable[[str], None]) -> None:
-        """Wait, for a bounded time, for running pushes; `say` prints a line. Local."""
-        self._pusher.close(say)
+            self.pusher.push(model, iteration, final)
 
     def load(self, path: Path) -> Loaded:
         """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
@@ -276,7 +272,7 @@ class Checkpoints:
         rewards = held_out_rewards(self.folder.parent)
         steps = {iteration_of(path): path for path in steps_of(self.folder.parent)}
         whole = [iteration for iteration, path in steps.items() if is_as_written(path)]
-        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, rewards), *self._pusher.uploading}
+        kept = {*whole[-_NUM_NEWEST_KEPT:], best_of(whole, rewards), *self.pusher.uploading}
         best = max((rewards.get(iteration) or 0.0 for iteration in whole), default=0.0)
         for iteration in whole:
             is_nth = every and iteration % every == 0

@@ -10,7 +10,6 @@ import selectors
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -74,9 +73,7 @@ class MathsProcess:
             self.close()
             raise
         if not reply:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(EXIT_S)  # `close` would hide how it ended
-            ended = self._process.poll()
+            ended = self._process.wait(EXIT_S)  # before `close`, which would hide how it ended
             self.close()
             if ended == -signal.SIGKILL:
                 raise RuntimeError(

@@ -270,7 +270,8 @@ class Run:
         for key, judge in self.judges.items():
             stats = judge.take_stats()
             _add_judge_stats(metrics, stats)
-            if done == self.start + 1 and self.dist.is_main and is_of_one(stats.of_ten):
+            is_of_one = max(stats.of_ten, default=2) <= 1 and any(0 < s < 1 for s in stats.of_ten)
+            if is_of_one and done == self.start + 1 and self.dist.is_main:
                 warn(f"{key}: {OF_ONE}")
         if self.judge_passed is not None:
             metrics.maximum("judge/audit_passed", float(self.judge_passed))
@@ -300,11 +301,6 @@ class Run:
         save_before_leaving(
             self.checkpointing.last_finished, self.checkpointing.checkpoints, self.dist, error
         )
-
-
-def is_of_one(scores: Sequence[float]) -> bool:
-    """Whether scores on a scale of 0 to 10 look like a scale of 0 to 1."""
-    return max(scores, default=2) <= 1 and any(0 < score < 1 for score in scores)
 
 
 def _add_judge_stats(metrics: Metrics, stats: JudgeStats) -> None:

@@ -165,7 +165,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         record.claim()
         stack.callback(record.release)
         checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
-        stack.callback(checkpoints.close, console.say)
+        stack.callback(checkpoints.pusher.close, console.say)
         newest = checkpoints.latest()
         done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)

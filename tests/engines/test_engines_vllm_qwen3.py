@@ -57,12 +57,14 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
         features = engine._features_of(prompts_P)
         first_level = [None if one is None else one * (torch.arange(256) < 64) for one in features]
         monkeypatch.setattr(engine, "_features_of", lambda _: first_level)
-        engine._drop_caches()
+        engine._llm.reset_prefix_cache()
+        engine._llm.llm_engine.reset_encoder_cache()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
         assert max_dlogp(policy, prompts_P[:2], completions_PG[:2]) > 0.1
         assert max_dlogp(policy, prompts_P[2:], completions_PG[2:]) <= FORWARD_TOL
         monkeypatch.undo()
-        engine._drop_caches()
+        engine._llm.reset_prefix_cache()
+        engine._llm.llm_engine.reset_encoder_cache()
         peer = plain_engine(policy)
         for either in (engine, peer):
             completions_PG = either.generate(prompts_P, PARAMS, SEEDS)

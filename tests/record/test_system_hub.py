@@ -77,9 +77,9 @@ def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(
     lines: list[str] = []
     for iteration in (10, 20, 30):
         save(checkpoints, iteration)
-    checkpoints.close(lines.append)
+    checkpoints.pusher.close(lines.append)
     save(checkpoints, 35, final=True)
-    checkpoints.close(lines.append)
+    checkpoints.pusher.close(lines.append)
     assert remote.commits == [("iteration 20", model_of(20)), ("iteration 35", model_of(35))]
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000035": model_of(35)}
     assert names_in(tmp_path) == ["step_000030", "step_000035"], "no temporary folder is left"
@@ -88,7 +88,7 @@ def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(
 def test_a_repeated_iteration_moves_its_branch(checkpoints, remote):
     remote.branches["ckpt_000020"] = {"adapter_model.safetensors": "before"}
     save(checkpoints, 20)
-    checkpoints.close(print)
+    checkpoints.pusher.close(print)
     assert remote.branches == {"ckpt_000020": model_of(20)}
 
 
@@ -101,12 +101,12 @@ def test_training_and_pruning_continue_during_a_push(checkpoints, tmp_path, remo
     save(checkpoints, 65, final=True)
     assert (tmp_path / "checkpoints" / "step_000020").exists(), "it is being read"
     lines: list[str] = []
-    checkpoints._pusher.close(lines.append, timeout_s=0.01)
+    checkpoints.pusher.close(lines.append, timeout_s=0.01)
     warnings = capfd.readouterr().err
     assert holds(warnings, "iteration 40: not uploaded ... iteration 60: not uploaded")
     assert "iteration 65" not in warnings and "not done after 0.0 s" in warnings
     remote.go.release(2)
-    checkpoints.close(lines.append)
+    checkpoints.pusher.close(lines.append)
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000065": model_of(65)}
     assert len(lines) == 2 and holds(lines[1], "me/run ... 10 min 00 s")
     save(checkpoints, 66)
@@ -117,7 +117,7 @@ def test_a_failed_push_logs_one_warning(checkpoints, tmp_path, monkeypatch, capf
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
     save(checkpoints, 20, final=True)
-    checkpoints.close(print)
+    checkpoints.pusher.close(print)
     warning = capfd.readouterr().err
     assert warning.count("WARNING") == 1
     assert holds(warning, "'me/run', iteration 20 ... Offline")
