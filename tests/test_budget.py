@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ WEIGHT = json.loads((ROOT / "tests/budget.json").read_text(encoding="utf-8"))["w
 OTHER = (".js", ".css", ".html", ".j2", ".json")
 
 
+@cache  # most files are in two folders of the table
 def weigh(text: str) -> Counter[str]:
     """`statements` and `nodes` (expressions and statements) of a program, neither with docstrings
     and imports."""
