@@ -106,7 +106,7 @@ class PendingStep:
     train_step: TrainStep
 
     def is_waiting(self) -> bool:
-        """Whether a verdict is missing and no stop is requested."""
+        """Whether a grade is missing and no stop is requested."""
         return self.rollout.still_waiting() and not signals.stop_received()
 
 

@@ -452,8 +452,9 @@ def wanted(run: LoadedRun, args: argparse.Namespace) -> TrackingConfig:
     if args.wandb or args.tensorboard or args.trackio or args.page:
         views = {name: getattr(args, name) for name in ("tensorboard", "trackio", "page")}
         tracking = tracking.model_copy(update={**views, "wandb": args.wandb or "off"})
-    if allowed_by_env(tracking.wandb) != tracking.wandb:
-        warn(f"wandb: WANDB_MODE={os.environ['WANDB_MODE']} changes {tracking.wandb!r}")
+    if (allowed := allowed_by_env(tracking.wandb)) != tracking.wandb:
+        setting = f"WANDB_MODE={os.environ['WANDB_MODE']}"
+        warn(f"wandb: under {setting} it is {allowed!r} instead of {tracking.wandb!r}")
     return tracking
 
 
