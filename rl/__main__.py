@@ -48,6 +48,8 @@ COMMANDS = {
         needs_torch=False,
     ),
     "edit": Command("edit pictures with a trained policy", "rl.tools.commands.edit"),
+    "eval": Command("evaluate a policy on held-out samples", "rl.tools.commands.eval"),
+    "score": Command("grade pictures with a config's rewards", "rl.tools.commands.score"),
     "runs": Command("list the runs of a folder", "rl.tools.commands.runs", needs_torch=False),
     "enhance": Command(
         "rewrite prompts with a trained policy", "rl.tools.commands.edit", before=("--only-words",)

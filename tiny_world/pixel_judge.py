@@ -180,7 +180,10 @@ def _ramp(distance_rgb: float, good: float, bad: float) -> float:
 def _pixels(image: Image.Image) -> np.ndarray:
     """[64, 64, 3] float32, 0-255."""
     if image.size != (IMAGE_SIDE_PX, IMAGE_SIDE_PX):
-        raise ValueError(f"the picture is {image.size}, expected 64x64: this judge never resizes")
+        raise ValueError(
+            f"the picture is {image.size}, expected 64x64: this judge compares the pixels of drawn "
+            "shapes; docs/judge.md has one of a few lines that takes any picture"
+        )
     return np.asarray(image.convert("RGB"), np.float32)
 
 

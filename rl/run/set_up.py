@@ -183,7 +183,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         loop = stack.enter_context(BackgroundLoop("judge"))
         try:
             with heartbeat.phase(WATCHED_ELSEWHERE):
-                judges, passed = _open_judges(resolved, dist, loop, stack, console, sample)
+                judges, passed = open_judges(resolved, dist, loop, stack, console, sample)
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
         record_environment(config.run_dir, done, dist)
@@ -194,7 +194,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes this prompt again
-        engine, context = _load_models(resolved, policy, dist, judges, loop, stack, console)
+        engine, context = load_models(resolved, policy, dist, judges, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
@@ -324,7 +324,7 @@ def _engine_memory(
     return not is_auto or plan.engine_stays, claim
 
 
-def _load_models(
+def load_models(
     resolved: build.Resolved,
     policy: Policy,
     dist: Dist,
@@ -399,7 +399,7 @@ def _make_checks(
     return Checks(context.config, dist, held_out, plugin_metrics, Watch(alarms))
 
 
-def _open_judges(
+def open_judges(
     resolved: build.Resolved,
     dist: Dist,
     loop: BackgroundLoop,

@@ -32,7 +32,7 @@ from rl.ranks.dist import Dist
 from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
 from rl.run.checks import BARE, POLICY
-from rl.run.evaluation import STOCK, SetWeights, own_words, score, write
+from rl.run.evaluation import STOCK, Rows, SetWeights, own_words, score, write
 from rl.tools.trained import Trained, config_for_use, load_trained, pick_device
 
 if TYPE_CHECKING:
@@ -320,8 +320,10 @@ class Editor:
         drawn = score(context, trained, self._dist)
         policy, engine, weights = self._untrained
         context = replace(context, policy=policy)
-        with weights():
-            beside = {UNTRAINED: write(context, engine, prompts)}
+        beside: dict[str, Rows] = {}
+        if not (self.trained and self.trained.untrained):  # else it would be the edit
+            with weights():
+                beside[UNTRAINED] = write(context, engine, prompts)
         if policy.reads_states:  # else it would be the picture of the user's own words
             stock = {b: policy.stock_arms(prompt) for b, prompt in prompts.items()}
             beside[STOCK] = {b: rows[STOCK] for b, rows in stock.items() if STOCK in rows}
@@ -503,8 +505,8 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
         "seconds": round(result.seconds, 3),
         "run": trained
         and {
-            "folder": str(trained.run_dir or trained.model),
-            "checkpoint": trained.model.parent.name,
+            "folder": trained.name,
+            "checkpoint": None if trained.untrained else trained.model.parent.name,
             "iterations": trained.iterations,
             "held_out_reward": trained.held_out_reward,
         },

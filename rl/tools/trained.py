@@ -1,4 +1,4 @@
-"""Finds the weights that a run trained, and adapts its config for inference on this machine."""
+"""Finds trained weights, or an untrained policy, and adapts their config for this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from rl.api import find
 from rl.api.renderer import Renderer
 from rl.config import loading
 from rl.config.loading import evaluate, validate
-from rl.config.schema import ConfigError, RunConfig
+from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import open_picture, read_object
-from rl.model_files import ADAPTER_CONFIG
+from rl.model_files import ADAPTER_CONFIG, is_hub_id, read_config
+from rl.policies.policy_base import ADAPTER_KEYS
 from rl.printing import excerpt
 from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
 from rl.record.run_summary import not_a_run
@@ -31,17 +32,26 @@ UNUSED: dict[str, Any] = {
     "rewards": {},
     "final_reward": {},
     "data": {"train": []},
+    "render_pool": {},
     "images_per_completion": 1,
     "algorithm": {},
 }
 """Sections that only training needs. Nothing is graded, so neither judge nor rewards load."""
 READ = ("policy", "renderer", "engine", "sampling", "evaluation")
-"""Sections that settings may change."""
+"""Sections that settings may change where nothing is graded."""
+ENVIRONMENT = {
+    "APP__RUN_NAME": "untrained",
+    "APP__BASE_EXP_DIR": "runs",
+    "APP__DATA_DIR": "data",
+    "APP__REWARD_FUNCTION_API_BASE": "none",
+}
+"""Variables that shipped configs read, where the user has not set them: only training needs most of
+them, and an empty judge.api_base is reported where a judge is asked."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a checkpoint, and what is known about the run that trained them."""
+    """The weights of a checkpoint, or an untrained policy, and what is known about the run."""
 
     model: Path
     """A PEFT folder, or the folder of a whole model."""
@@ -54,6 +64,18 @@ class Trained:
     """Iterations finished when the checkpoint was written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The run's latest scalars when the checkpoint was written."""
+    file: str = ""
+    """The user's config file, if `config` is from there."""
+    trusted: bool = False
+    """Whether plugins and a judge that `config` names may get the user's data; else it may be a
+    stranger's."""
+    untrained: bool = False
+    """The policy as `config` has it; there is no `model`."""
+
+    @property
+    def name(self) -> str:
+        """Where it is from."""
+        return self.file or str(self.run_dir or self.model)
 
     @property
     def held_out_reward(self) -> float | None:
@@ -61,14 +83,18 @@ class Trained:
         return None if self.run_dir is None else held_out_rewards(self.run_dir).get(self.iterations)
 
     def __str__(self) -> str:
+        if not self.iterations:
+            return f"{self.name}, {'untrained' if self.untrained else self.model}"
         reward = self.held_out_reward
         reward_text = "" if reward is None else f", held-out reward {reward:.3f}"
-        return f"{self.run_dir or self.model} after {self.iterations} iterations{reward_text}"
+        return f"{self.name} after {self.iterations} iterations{reward_text}"
 
     def policy(self) -> dict[str, Any]:
         """The run's policy section with these weights: a whole model replaces the base model, an
         adapter is added to it."""
-        section = self.config["policy"]
+        section: Mapping[str, Any] = self.config["policy"]
+        if self.untrained:
+            return {**section}
         if self.is_adapter:
             return {**section, "adapter_path": str(self.model)}
         keys = ("revision", "init_text_encoder_from", "adapter_path")
@@ -80,14 +106,15 @@ class Trained:
 
         Raises ValueError if it recorded none.
         """
-        for file in sorted((self.run_dir or Path()).glob("evaluation/it_*/*_source.png")):
+        folders = [] if self.run_dir is None else sorted(self.run_dir.glob("evaluation/it_*"))
+        for file in (file for folder in folders for file in sorted(folder.glob("*_source.png"))):
             with (
                 suppress(OSError, ValueError, DecompressionBombError),
                 open_picture(file) as picture,
             ):
                 return picture.width * picture.height
         raise ValueError(
-            f"{self.run_dir} has no recorded picture, so the picture size is unknown: give "
+            f"{self.name} has no recorded picture, so the picture size is unknown: give "
             "--size, as large as the pictures that it was trained on"
         )
 
@@ -139,6 +166,48 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     )
 
 
+def from_config(file: str, overrides: Sequence[str] = (), adapter: str = "") -> Trained:
+    """The untrained policy of the user's own config, or a published adapter of it.
+
+    Args:
+        file: the config.
+        overrides: `key=value` changes of it.
+        adapter: a PEFT folder, a run or one of its checkpoints, or a hub id; '': none.
+
+    Raises ValueError (also ConfigError) for problems that the user can fix.
+    """
+    if os.getcwd() not in sys.path:  # a plugin beside the config, as in `rl train`
+        sys.path.append(os.getcwd())
+    config = load_config(file, overrides, {**ENVIRONMENT, **os.environ}).model_dump(mode="json")
+    if not adapter:
+        return Trained(Path(), False, config, file=file, trusted=True, untrained=True)
+    model = _adapter_folder(adapter)
+    saved = read_config(model)
+    lora = {key: saved[name] for key, name in ADAPTER_KEYS.items() if name in saved}
+    config["policy"]["lora"] = {**(config["policy"].get("lora") or {}), **lora}
+    return Trained(model, True, config, file=file, trusted=True)
+
+
+def _adapter_folder(adapter: str) -> Path:
+    if Path(adapter).is_dir():
+        folder = model_folder(Path(adapter))
+    elif "/" in adapter and is_hub_id(adapter):
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*"]))
+        except Exception as error:  # the network or the library may raise anything
+            raise ValueError(
+                f"--adapter {adapter} cannot be fetched ({error}); fetch it by `hf download` (a "
+                "private one needs HF_TOKEN), or name a folder"
+            ) from error
+    else:
+        raise ValueError(f"--adapter {adapter}: no folder here, and not a hub id 'owner/name'")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"--adapter {adapter} holds no {ADAPTER_CONFIG}: it is no PEFT adapter")
+    return folder
+
+
 def config_for_use(
     trained: Trained,
     settings: Sequence[str] = (),
@@ -146,6 +215,8 @@ def config_for_use(
     num_steps: int | None = None,
     size_px: tuple[int, ...] = (),
     only_words: bool = False,
+    replaced: Mapping[str, Any] = UNUSED,
+    read: Sequence[str] = READ,
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """The run's config with the trained weights, and its policy section without them.
 
@@ -157,11 +228,13 @@ def config_for_use(
         size_px: (width, height); or (side,): a square, or about as many pixels in the source's
             aspect ratio if the renderer keeps that; or (): the run's size.
         only_words: nothing will be drawn.
+        replaced: sections in place of the run's.
+        read: sections that settings may change.
 
     Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
-    where = str(trained.run_dir or trained.model.parent)
-    values = {**trained.config, **UNUSED}
+    where = trained.name
+    values = {**trained.config, **replaced}
     if only_words and (values.get("renderer") or {}).get("type") == "sd3":
         values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
     config = _config(values, where)
@@ -170,17 +243,21 @@ def config_for_use(
         setting = f"{section}.type={name}"
         option = f"--policy {name}" if section == "policy" else f"--set {setting}"
         key, command = f"{where}: {section}.type", f"rl edit {option}"
-        require_trusted(name, setting in settings, key, command)
+        require_trusted(name, setting in settings or trained.trusted, key, command)
     resolved = build.resolve(config)
     # This machine may lack the run's devices.
     local_values = {"device": "auto"}
     if pick_device(device) == "cpu":
         local_values["dtype"] = "float32"
-    for section, plugin in (("policy", resolved.policy), ("renderer", resolved.renderer)):
+    plugins: list[build.Plugin[Any]] = [resolved.policy, *resolved.model_runners]
+    values["rewards"] = {**values["rewards"]}
+    for plugin in plugins:
         keys = type(plugin.config).model_fields
         supported = {key: value for key, value in local_values.items() if key in keys}
-        values[section] = {**values[section], **supported}
-        values[section].pop("max_memory_gb", None)
+        holder, _, name = plugin.key.rpartition(".")
+        sections = values[holder] if holder else values
+        sections[name] = {**sections[name], **supported}
+        sections[name].pop("max_memory_gb", None)
     values["renderer"] |= _renderer_overrides(resolved.renderer, num_steps, size_px)
     if settings:
         changed, problems = evaluate(Path(where), settings, os.environ, values)
@@ -188,12 +265,12 @@ def config_for_use(
             raise ConfigError(problems)
         values = changed
     for setting in settings:
-        if re.split("[.=]", setting)[0] not in READ:
+        if re.split("[.=]", setting)[0] not in read:
             raise ValueError(
-                f"setting {setting!r} has no effect here: only {', '.join(READ)}; see --seed"
+                f"setting {setting!r} has no effect here: only {', '.join(read)}; see --seed"
             )
     base = _config(values, where).policy
-    policy = Trained(trained.model, trained.is_adapter, config={"policy": base}).policy()
+    policy = replace(trained, config={"policy": base}).policy()
     return _config({**values, "policy": policy}, where), base
 
 

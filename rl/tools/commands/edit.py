@@ -6,6 +6,8 @@
     rl edit --run runs/my-run edits.jsonl
     rl edit --run runs/my-run photo.jpg "dusk" --set renderer.num_steps=8
     rl edit --run runs/my-prompts "a cat made of rain"     (draws from text)
+    rl edit --config configs/quickstart.jsonnet photo.jpg "dusk"    (untrained)
+    rl edit --config my.jsonnet --adapter me/my-adapter photo.jpg "dusk"
 
 A line of a .jsonl file is {"image": "a.jpg", "instruction": "..."}, or has
 "images": ["a.jpg", "b.jpg"]. Prints the words that the policy wrote. Writes into
@@ -37,6 +39,8 @@ ENHANCE_DOC = """Rewrite prompts with the policy that a run has trained.
     rl enhance --run runs/my-prompts "a cat made of rain"
     rl enhance --run runs/my-run photo.jpg "make the sky red"
     rl enhance --run runs/my-run edits.jsonl
+    rl enhance --config configs/tiny_prompts.jsonnet "a cat"   (untrained)
+    rl enhance --config my.jsonnet --adapter me/my-adapter "a cat"
 
 Prints the words that the policy wrote, and writes each request's into --out as a JSON file. It
 draws nothing and loads no renderer. The same command writes the same words. (rl edit draws, too.)
@@ -49,11 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     printing.guard()
     arguments = sys.argv[1:] if arguments is None else arguments
     is_enhance = arguments[:1] == [ENHANCE_OPTION]
-    args = _parser(is_enhance).parse_intermixed_args(arguments)
+    parser = _parser(is_enhance)
+    args = parser.parse_intermixed_args(arguments)
+    if bool(args.config) == bool(args.run) and (args.config or not args.adapter):
+        parser.error("give --run RUN or --config CONFIG")
     from rl import build
     from rl.check.this_machine import fetch_small_files, fetch_weights
     from rl.tools.editor import Editor, free_stem, requests_of, save, unusable
-    from rl.tools.trained import config_for_use, load_trained, pick_device
+    from rl.tools.trained import config_for_use, from_config, load_trained, pick_device
 
     if args.only_words and (args.only_edit or args.steps or args.size):
         name = "rl enhance" if is_enhance else ENHANCE_OPTION
@@ -69,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     pick_device(args.device)
     settings = [*args.set, *(f"policy.type={name}" for name in args.policy)]
-    trained = load_trained(args.run, args.checkpoint)
+    if args.config:
+        trained = from_config(args.config, adapter=args.adapter)
+    else:
+        trained = load_trained(Path(args.run or args.adapter), args.checkpoint)
     config, base_policy = config_for_use(
         trained, settings, args.device, args.steps, args.size, args.only_words
     )
@@ -82,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     resolved = build.resolve(config)
     if problems := fetch_small_files(resolved) or fetch_weights(resolved):
         raise ConfigError(problems)
-    print(f"loading {args.run}", flush=True)
+    print(f"loading {trained.name}", flush=True)
     with Editor(config, args.device, trained, base_policy, args.size, args.only_words) as editor:
         print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")
         began = time.monotonic()
@@ -124,7 +134,9 @@ def _parser(is_enhance: bool) -> argparse.ArgumentParser:
         return argparse.SUPPRESS if is_enhance else text
 
     add("what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last")
-    add("--run", "--adapter", type=Path, required=True, help="run folder, or a checkpoint of it")
+    add("--run", help="run folder, or a checkpoint of it")
+    add("--config", help="a config file: its policy as it is, untrained, or with --adapter")
+    add("--adapter", default="", help="PEFT folder, run, or hub id; without --config: as --run")
     add(
         "--checkpoint",
         default="latest",

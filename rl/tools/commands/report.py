@@ -137,7 +137,7 @@ def compare(run: Path, other: Path) -> Comparison:
         sizes = f"{len(theirs.records)} and {len(ours.records)}"
         result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
     result.parts = changes_of(
-        theirs.records, ours.records, _parts, lambda row, name: _parts(row).get(name)
+        theirs.records, ours.records, parts_of, lambda row, name: parts_of(row).get(name)
     )
     if sums := [escaped(row["key"], 60) for row in rows if row["key"].startswith(SUM)]:
         text = f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
@@ -152,7 +152,8 @@ def compare(run: Path, other: Path) -> Comparison:
     return result
 
 
-def _parts(row: Record) -> Mapping[str, Any]:
+def parts_of(row: Record) -> Mapping[str, Any]:
+    """The numbers behind a held-out reward, by name."""
     parts = row.get("parts")
     return parts if isinstance(parts, Mapping) else {}
 

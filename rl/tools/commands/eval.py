@@ -1,0 +1,259 @@
+"""Evaluate a policy on held-out samples, without training.
+
+    rl eval runs/my-run --data held_out.jsonl
+    rl eval runs/my-run --data held_out.jsonl --checkpoint best
+    rl eval runs/my-run --data held_out.jsonl --against untrained runs/other
+    rl eval my.jsonnet --data held_out.jsonl              (untrained)
+    rl eval my.jsonnet --adapter me/my-adapter
+
+Draws and grades as a run's held-out evaluations do: greedy words, noise that depends
+only on the sample, and the user's own words beside. Without --data: on the config's
+data.validation. Prints each score with its 95 % interval, and writes a folder with a
+page below --out. --against evaluates others on the same samples, by the same judge
+and rewards, and prints the paired differences. A stopped evaluation goes on with the
+judge's replies that it has; a finished one is only shown.
+
+A run folder may come from a stranger. --trust says that it is yours: the judge and
+the plugins that it names may then read your data. A config file is yours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl import build, printing
+from rl.api import find
+from rl.build import Resolved
+from rl.check.compatibility import READABLE
+from rl.check.this_machine import fetch_small_files, fetch_weights
+from rl.config.loading import not_a_file, read_bytes
+from rl.config.schema import ConfigError, DataConfig, RunConfig
+from rl.console import Console
+from rl.files import MAX_ROWS_BYTES
+from rl.judge.http import BackgroundLoop
+from rl.printing import excerpt
+from rl.progress import PhaseTimer, shown_on
+from rl.ranks.dist import Dist
+from rl.record.run_record import BackgroundWriter, RunRecord
+from rl.rollout.episodes import first_samples, usable
+from rl.run.evaluation import evaluate
+from rl.run.paired import interval
+from rl.run.set_up import load_models, open_judges
+from rl.tools.commands.report import compare, lines, parts_of, write_comparison
+from rl.tools.commands.score import judge_errors_as_sentences
+from rl.tools.report.page import INTERVAL, Page, changes_of, context
+from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
+from rl.tools.trained import (
+    READ,
+    UNUSED,
+    Trained,
+    config_for_use,
+    from_config,
+    load_trained,
+    pick_device,
+)
+
+UNTRAINED = "untrained"
+SAME = (
+    *("rewards", "final_reward", "judge", "data", "seed"),
+    *("evaluation", "algorithm", "bare_arm", "images_per_completion"),
+)
+"""Sections that decide what a score means: all policies of a command have those of the first."""
+OWN_MODULES = ("rl.", "tiny_world.")
+"""Their code came with this project, not with a run folder."""
+
+
+@printing.program
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 1 if a sample was not graded."""
+    printing.guard()
+    args = _parser().parse_intermixed_args(arguments)
+    trained = _trained(args.run, args)
+    own = {} if args.seed is None else {"seed": args.seed}
+    config = prepared(trained, args, own)
+    folder = evaluated(trained, config, args)
+    values = config.model_dump(mode="json")
+    others = []
+    for source in args.against:
+        is_base = source == UNTRAINED
+        other = (
+            replace(trained, untrained=True, iterations=0) if is_base else _trained(source, args)
+        )
+        config = prepared(other, args, {key: values[key] for key in SAME})
+        others.append(evaluated(other, config, args))
+    num_ungraded = _show(folder)
+    if results := [compare(folder, other) for other in others]:
+        texts = [line for result in results for line in lines(folder.name, result)]
+        printing.show("\n".join([*texts, f"  {INTERVAL}"]))
+        print(f"  page: {write_comparison(folder, results)}")
+    return int(num_ungraded > 0)
+
+
+def _trained(source: str, args: argparse.Namespace) -> Trained:
+    if Path(source).suffix in CONFIG_ENDINGS:
+        return from_config(source, adapter=args.adapter)
+    return replace(load_trained(Path(source), args.checkpoint), trusted=args.trust)
+
+
+def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, Any]) -> RunConfig:
+    """The config of an evaluation. `changes`: sections in place of the policy's own; its data are
+    `args.data`, unless they are among these.
+
+    Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
+    """
+    unused = {key: UNUSED[key] for key in ("engine", "render_pool")}
+    # A loss is code, too, and an evaluation needs none.
+    truncated = {"truncated_completions": trained.config["algorithm"]["truncated_completions"]}
+    place = {"tracking": {}, "base_exp_dir": str(args.out)}
+    values = {**trained.config, **unused, "algorithm": truncated, **place, **changes}
+    values["judge"] = {**values["judge"], "audit": "off"}
+    rows = [*values["data"]["train"], *values["data"]["validation"]]
+    for section in (values["policy"], values["renderer"], *values["rewards"].values(), *rows):
+        name = section["type"]
+        if find.is_dotted_path(name) and not (name.startswith(OWN_MODULES) or trained.trusted):
+            what = f"{trained.name} names {excerpt(name, 200)}, whose code would run here"
+            raise ValueError(f"{what}: --trust if the run is yours")
+    read = (*READ, "rewards", "final_reward", "judge", "data")
+    config, _ = config_for_use(trained, args.set, args.device, replaced=values, read=read)
+    resolved = build.resolve(config)
+    for key, part in resolved.by_judge.items():
+        judge = part.config.judge
+        command = " ".join(judge.start_command)
+        is_own = command.startswith(tuple(f"{{python}} -m {module}" for module in OWN_MODULES))
+        is_stated = not command and any(setting.startswith(f"{key}.") for setting in args.set)
+        if part.needs_judge and not (trained.trusted or is_own or is_stated):
+            sent = "your data" + (judge.api_key_env and f" and the key in {judge.api_key_env}")
+            what = f"{command} would run here" if command else f"{judge.api_base} would get {sent}"
+            raise ValueError(
+                f"{trained.name}: {key}: {excerpt(what, 300)}: --trust if the run is yours, or "
+                f"name a judge of your own: --set {key}.api_base=URL"
+            )
+    if args.data and "data" not in changes:
+        held_out = DataConfig(train=[], validation=[_read_as(resolved, args.data)])
+        config = config.model_copy(update={"data": held_out})
+    if not config.data.validation:
+        raise ValueError(f"{trained.name} has no data.validation: give --data FILE")
+    return config
+
+
+def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
+    """The section of a data source that reads `file` as the config's last source reads its rows or,
+    if that reads no such file, with the usual columns and those that rewards need."""
+    if why := not_a_file(file):
+        raise ValueError(f"--data {file} {why}; paths start at {Path.cwd()}")
+    data, renderer = resolved.config.data, resolved.renderer.cls
+    own = dict([*data.train, *data.validation][-1])
+    if Path(own.get("path") or "-").suffix == Path(file).suffix:
+        left_out = ("weight", "coefficient", "image_folder")
+        return {**{key: value for key, value in own.items() if key not in left_out}, "path": file}
+    if renderer.makes_images and not renderer.needs_source:
+        keys = {"picture_key": "image"} if file.endswith(".jsonl") else {}
+        return {"type": "prompts", "path": file, **keys}
+    needs = {need for p in resolved.rewards.values() for need in p.cls.needs_with(p.config)}
+    columns = {**own.get("columns", {}), "hidden": {name: name for name in needs - READABLE}}
+    optional = {"source_optional": not renderer.needs_source}
+    return {"type": "hf_dataset", "path": file, "columns": {**columns, **optional}}
+
+
+def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> Path:
+    """Evaluate on the first `args.samples` held-out samples (0: on all). Returns the folder, below
+    `config.base_exp_dir`: that of a run with one evaluation, so `rl report` reads it, too. A folder
+    that is complete is left as it is; in another, replies of the judge are used again.
+
+    Raises ValueError (also ConfigError) for problems that the user can fix.
+    """
+    text = json.dumps([config.model_dump(mode="json"), args.samples])
+    digest = hashlib.sha256(text.encode())
+    for section in config.data.validation:
+        if (path := section.get("path")) and not not_a_file(path):
+            digest.update(read_bytes(path, MAX_ROWS_BYTES))
+    weights = UNTRAINED if trained.untrained else f"{trained.iterations or 'adapter'}"
+    name = f"{Path(trained.name).stem}-{weights}-{digest.hexdigest()[:8]}"
+    config = config.model_copy(update={"run_name": name})
+    folder, dist = config.run_dir, Dist(device=pick_device(args.device))
+    if (folder / "metrics.jsonl").is_file():
+        return folder
+    resolved, console = build.resolve(config), Console(True)
+    on_bad_row = config.data.on_bad_row
+    with ExitStack() as stack:
+        stack.enter_context(judge_errors_as_sentences())
+        stack.enter_context(shown_on(console))
+        record = RunRecord(folder, config, dist)
+        record.claim()
+        stack.callback(record.release)
+        sources = build.build_data(resolved, resolved.validation)
+        for source in sources:
+            stack.callback(source.close)
+        num = args.samples or max(map(len, sources)) * len(sources)
+        held_out = first_samples(sources, num, on_bad_row)
+        if not held_out:
+            raise ValueError(f"{trained.name}: the held-out data have no row that can be used")
+        if problems := fetch_small_files(resolved) or fetch_weights(resolved):
+            raise ConfigError(problems)
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        judges, _ = open_judges(resolved, dist, loop, stack, console, held_out[0])
+        for key, judge in judges.items():
+            judge.open_journal(folder / "judge" / f"{key}.jsonl")
+        console.say(f"loading {trained}")
+        policy = build.build_policy(resolved, dist)
+        stack.callback(policy.close)
+        held_out = usable(held_out, policy.build_prompt, on_bad_row)
+        engine, rollout = load_models(resolved, policy, dist, judges, loop, stack, console)
+        writer = stack.enter_context(BackgroundWriter(folder))
+        console.say(f"evaluating {len(held_out)} samples")
+        where = (trained.iterations, folder, dist, PhaseTimer(console), writer)
+        metrics = evaluate(rollout, engine, held_out, *where)
+        writer.flush()
+        record.write_config()
+        record.write_metrics(trained.iterations, dist.reduce(metrics))
+    return folder
+
+
+def _show(folder: Path) -> int:
+    """Print an evaluation's scores, and write its page. Returns how many samples have none."""
+    [evaluation] = read_evaluations(folder)
+    records = evaluation.records
+    # Each sample is paired with itself: the values are these scores.
+    changes = changes_of(records, records)
+    num_ungraded = len(records) - (len(changes[0].rewards) if changes else 0)
+    changes += changes_of(records, records, parts_of, lambda row, name: parts_of(row).get(name))
+    width = max((len(change.name) for change in changes), default=0)
+    text = [f"{folder.name}: {len(records)} samples, {num_ungraded} not graded"]
+    for change in changes:
+        bounds = interval([value for value, _ in change.rewards], change.shown)
+        spread = f"95 % {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval"
+        text.append(f"  {change.name:{width}}  {change.after:.3f}   ({spread})")
+    metrics = read_named(folder / "metrics.jsonl", "iteration")
+    printing.show("\n".join([*text, *(f"  {line}" for line in context(metrics))]))
+    print(f"  page: {Page(folder).write()}")
+    return num_ungraded
+
+
+def _parser() -> printing.Parser:
+    parser = printing.Parser("rl eval", __doc__)
+    add = parser.add_argument
+    add("run", help="run folder, one of its checkpoints, or a config")
+    add("--data", metavar="FILE", help="rows; default: the config's data.validation")
+    add("--checkpoint", default="latest", help="latest, best, or a number of iterations")
+    add("--adapter", default="", help="for a config: a PEFT folder, a run, or a hub id")
+    add("--against", nargs="+", default=[], metavar="RUN", help="as RUN, or 'untrained'")
+    add("--samples", type=int, default=0, metavar="N", help="only the first N")
+    add("--out", type=Path, default=Path("evals"), help="default: evals/")
+    add("--seed", type=int, help="of the noise; default: the config's")
+    add("--device", default="auto", help="default: CUDA, else the CPU")
+    add("--trust", action="store_true", help="the run folder is yours")
+    text = "a key of the config: --set judge.api_base=http://judge-host:4877"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
