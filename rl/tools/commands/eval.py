@@ -145,8 +145,8 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
 
 
 def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
-    """The section of a data source that reads `file` as the config's last source reads its rows or,
-    if that reads no such file, with the usual columns and those that rewards need."""
+    """The section of a data source that reads `file` as the config's last source reads such a file
+    or, if that reads another kind, with the usual columns and those that rewards need."""
     if why := not_a_file(file):
         raise ValueError(f"--data {file} {why}; paths start at {Path.cwd()}")
     data, renderer = resolved.config.data, resolved.renderer.cls
@@ -154,13 +154,15 @@ def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
     if Path(own.get("path") or "-").suffix == Path(file).suffix:
         left_out = ("weight", "coefficient", "image_folder")
         return {**{key: value for key, value in own.items() if key not in left_out}, "path": file}
+    if "source_codes" in resolved.policy.cls.needs:
+        raise ValueError(f"--data {file}: this policy reads codes: encode the rows by rl prepare")
     if renderer.makes_images and not renderer.needs_source:
         keys = {"picture_key": "image"} if file.endswith(".jsonl") else {}
         return {"type": "prompts", "path": file, **keys}
     needs = {need for p in resolved.rewards.values() for need in p.cls.needs_with(p.config)}
-    columns = {**own.get("columns", {}), "hidden": {name: name for name in needs - READABLE}}
-    optional = {"source_optional": not renderer.needs_source}
-    return {"type": "hf_dataset", "path": file, "columns": {**columns, **optional}}
+    hidden = {name: name for name in needs - READABLE}
+    columns = {"hidden": hidden, "source_optional": not renderer.needs_source}
+    return {"type": "hf_dataset", "path": file, "columns": columns}
 
 
 def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> Path:
