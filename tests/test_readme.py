@@ -146,6 +146,17 @@ def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
     assert f"prompts 14 an iteration 2 on each of {len(trained)} ranks" in text
 
 
+@pytest.mark.parametrize("heading", ["`edit_quality`", "OpenAI and other hosted endpoints"])
+def test_the_printed_configs_of_a_judge_have_no_problem(
+    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-a-real-key")
+    file = tmp_path / "my.jsonnet"
+    file.write_text(next(b for b in printed("docs/judge.md", heading) if "(import" in b))
+    text, code = check_report.report(load_config(file, env=tiny_config.ENVIRONMENT), 141, path=file)
+    assert code == 0 and text.endswith("\nnothing is wrong"), text
+
+
 SEEDS, BENCH = "python -m benchmarks.seeds", "rl bench-gpu"
 BESIDE, WANDER = "python -m benchmarks.side_by_side", "## How far controls wander"
 SIX = "## One group of 8, prompt to completion 6:1 as in real runs (427 to 72 tokens)"
