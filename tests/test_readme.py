@@ -19,10 +19,12 @@ from tiny_typing import typing_errors
 
 from rl import build
 from rl.__main__ import COMMANDS
+from rl.api.find import import_plugin
 from rl.api.plugin import Resources
 from rl.api.types import RenderJob, RewardInput, Sample
 from rl.check import check_report
-from rl.config.schema import load_config
+from rl.config.loading import MOVED, EarlFields, sections
+from rl.config.schema import RunConfig, load_config
 from rl.run.metric_table import markdown_table, shipped_rows
 from rl.simple_launch import main
 
@@ -144,6 +146,74 @@ def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0 and text.endswith("nothing is wrong")
     assert f"prompts 14 an iteration 2 on each of {len(trained)} ranks" in text
+
+
+@pytest.mark.parametrize("heading", ["`edit_quality`", "OpenAI and other hosted endpoints"])
+def test_the_printed_configs_of_a_judge_have_no_problem(
+    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-a-real-key")
+    file = tmp_path / "my.jsonnet"
+    file.write_text(next(b for b in printed("docs/judge.md", heading) if "(import" in b))
+    text, code = check_report.report(load_config(file, env=tiny_config.ENVIRONMENT), 141, path=file)
+    assert code == 0 and text.endswith("\nnothing is wrong"), text
+
+
+COMING = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+
+
+def shipped_keys() -> set[str]:
+    """Every key of the schema, and of the shipped policies, engines and renderers."""
+    models = [("", RunConfig)] + [
+        (key, import_plugin(build.class_path(folder, name))[0].Config)
+        for folder, key in [
+            ("policies", "policy"),
+            ("engines", "engine"),
+            ("renderers", "renderer"),
+        ]
+        for name in build.SHIPPED[folder]
+    ]
+    parts = [part for key, model in models for part in sections(model, key)]
+    return {f"{key}.{name}".strip(".") for key, part in parts for name in part.model_fields}
+
+
+def test_the_page_for_newcomers_names_what_exists() -> None:
+    """All names in its columns 'here'; behind these and in its sentences, those that look like a
+    key in a section, `key: value` or a metric. Other projects' names come before 'here'."""
+    keys, column, names = shipped_keys(), 0, []
+    metrics = re.findall(r"^[^\t\n]+", (ROOT / "rl/run/metrics.tsv").read_text("utf-8"), re.M)
+    ours = "|".join({re.split("[./]", name)[0] for name in (*keys, *metrics)})
+    for line in COMING.split("\n"):
+        cells = line.split("|")
+        column = cells.index(" here ") if " here " in cells else column
+        here, *others = cells[column:] if cells[1:] else ("", line)
+        names += re.findall("`([^`]+)`", here) + re.findall(
+            rf"`((?:{ours})[./][^`]+|[\w.]+: [^`]+)`", "".join(others)
+        )
+    assert len(names) > 200
+    patterns = [
+        *(re.sub("<.*?>", ".+", name) for name in metrics),
+        *(f"rl {name}( --.*)?" for name in COMMANDS),
+        *(f"renderer.type: '{name}'" for name in build.SHIPPED["renderers"]),
+    ]
+    for name in names:
+        key, _, value = name.replace("=", ": ", 1).partition(": ")
+        is_named = re.fullmatch("|".join(patterns), name) or (ROOT / name).exists()
+        assert is_named or key in keys, name
+        if value and not is_named:  # a value that its key does not take is refused
+            build.resolve(tiny_config.shipped("qwen_image_edit", key + "=" + value.strip("'")))
+
+
+def test_the_page_for_newcomers_agrees_with_the_code() -> None:
+    """On EARL's fields, on nano.py's options, and on the batch of a shipped config."""
+    assert set(EarlFields.model_fields) <= set(re.findall(r"`(\w+)`", COMING))
+    assert {row for row in MOVED.items() if row[1] in shipped_keys()} <= set(
+        re.findall(r"^\| `(\w+)` \| `(.+?)` \|", COMING, re.M)
+    )
+    nano = (ROOT / "examples/nano.py").read_text().replace("_", "-")
+    assert set(re.findall("`--([a-z0-9-]+)`", COMING)) <= set(re.findall(r"\n    ([\w-]+): ", nano))
+    report = check_report.report(tiny_config.shipped("qwen_image_edit"), gpu_gb=141)[0]
+    assert all(line.strip() in report for line in printed("docs/coming-from.md")[0].split("\n"))
 
 
 SEEDS, BENCH = "python -m benchmarks.seeds", "rl bench-gpu"
