@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rl.config import loading
 from rl.config.loading import nearest, printable
-from rl.config.schema import ConfigError, listed
+from rl.config.schema import ConfigError, RunConfig, listed
 from rl.files import with_leaves
 from rl.ranks.signals import remedy
 
@@ -385,7 +385,7 @@ key=value changes a key of the config (the value: Jsonnet; other text: a string)
   'rewards={clip: {type: "clip"}}'
 configs/base.libsonnet has every key with its meaning and default.
 """
-_UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)(?:[ =](\S+))?")
 
 
 class Parser(argparse.ArgumentParser):
@@ -416,7 +416,10 @@ class Parser(argparse.ArgumentParser):
         if match := _UNKNOWN.search(message):
             actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
             options = [name for action in actions for name in action.option_strings]
-            message += f"; {nearest(match[1], [name for name in options if name[1] == '-'])}"
+            takes_keys = {"overrides", "arguments"} & {action.dest for action in self._actions}
+            key = takes_keys and loading.key_named(RunConfig, match[1][2:].replace("-", "_"))
+            near = nearest(match[1], [name for name in options if name[1] == "-"])
+            message += f"; write {key}={match[2] or '...'}" if key else f"; {near}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows examples\n")
 
 

@@ -162,9 +162,54 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     return f"{key}: {value} given, {must}{hint}{description}"
 
 
+TRL_NAMES: Mapping[str, str] = {
+    "adam_epsilon": "optimizer.adam_eps",
+    "beta": "algorithm.kl_coeff",
+    "bf16": "policy.dtype",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eval_steps": "evaluation.every_n_iterations",
+    "gradient_accumulation_steps": "prompts_per_iteration",
+    "lora_alpha": "policy.lora.alpha",
+    "lora_dropout": "policy.lora.dropout",
+    "lora_r": "policy.lora.r",
+    "lora_target_modules": "policy.lora.target_modules",
+    "loss_type": "algorithm.loss",
+    "mask_truncated_completions": "algorithm.truncated_completions",
+    "max_completion_length": "sampling.max_completion_tokens",
+    "max_prompt_length": "policy.max_prompt_tokens",
+    "max_steps": "num_iterations",
+    "model_name_or_path": "policy.model_path",
+    "num_generations": "generations_per_prompt",
+    "num_train_epochs": "num_epochs",
+    "output_dir": "base_exp_dir",
+    "per_device_train_batch_size": "prompts_per_iteration",
+    "report_to": "tracking.wandb",
+    "reward_funcs": "rewards",
+    "reward_weights": "final_reward.weights",
+    "save_steps": "checkpoint.save_every_n_iterations",
+    "scale_rewards": "algorithm.advantage_scale",
+    "steps_per_generation": "optimizer.updates_per_iteration",
+    "vllm_enable_sleep_mode": "engine.residency",
+    "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "warmup_steps": "optimizer.warmup_iterations",
+}
+"""Names in TRL's GRPOConfig and ModelConfig -> the keys that decide the same here
+(docs/coming-from.md says what differs)."""
+
+
+def key_named(model: type[BaseModel], name: str, at: str = "") -> str:
+    """The dotted key that has this name in `model` or in TRL; '' if none has."""
+    keys = [f"{key}.{name}" for key, other in sections(model, at) if name in other.model_fields]
+    return [*keys, TRL_NAMES.get(name, "")][0].removeprefix(".")
+
+
 def _nearest_key(model: type[BaseModel], loc: Sequence[str], at: str) -> str:
-    """Suggests a section that has this very key, else the nearest key of the same section."""
+    """Suggests a section that has this very key, else TRL's name for one, else the nearest key of
+    the same section."""
     name = loc[-1][:MAX_SHOWN]
+    if name in TRL_NAMES:
+        return f"TRL's {name} is {TRL_NAMES[name]!r} here (docs/coming-from.md)"
     keys = [key for key, other in sections(model, at) if name in other.model_fields]
     if keys:
         return f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
