@@ -16,10 +16,12 @@ import tiny_loop
 from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
 from tiny_editor import assert_same_picture
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge
 from tiny_messages import refusal
 
 from rl.config.schema import RunConfig
-from rl.tools.commands import edit
+from rl.tools.commands import edit, score
+from rl.tools.commands import eval as evaluation
 from rl.tools.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
 from rl.tools.trained import config_for_use, load_trained
 
@@ -315,3 +317,97 @@ def test_steps_and_size_reach_the_renderer(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="'none' has no steps: --steps is invalid"):
         used_config(tmp_path, num_steps=7)
+
+
+QUICKSTART = str(tiny_loop.REPO / "configs/quickstart.jsonnet")
+
+
+def test_a_config_is_used_untrained_or_with_an_adapter(run: Path, tmp_path: Path) -> None:
+    row, adapter = held_out(run)[0], run / "checkpoints/step_000003/model"
+    asked = [str(row["source_file"]), row["instruction"], "--device", "cpu"]
+    notes = {}
+    for name, options in (
+        ("run", ["--run", str(run)]),
+        ("untrained", ["--config", QUICKSTART]),
+        ("adapter", ["--config", QUICKSTART, "--adapter", str(adapter)]),
+    ):
+        assert edit.main([*options, *asked, "--out", str(tmp_path / name)]) == 0
+        [file] = (tmp_path / name).glob("*.json")
+        notes[name] = json.loads(file.read_text()) | {"drawn": Image.open(file.with_suffix(".png"))}
+    before = Image.open(tmp_path / "run" / notes["run"]["files"]["before"])
+    assert notes["untrained"]["words"] == notes["run"]["beside"]["before"]["words"]
+    assert_same_picture(notes["untrained"]["drawn"], before)
+    assert "before" not in notes["untrained"]["files"]
+    assert notes["adapter"]["words"] == notes["run"]["words"]
+    assert (levels(notes["adapter"]["drawn"]) != levels(before)).any()
+    assert_same_picture(notes["adapter"]["drawn"], notes["run"]["drawn"])
+    assert notes["adapter"]["beside"] == notes["run"]["beside"]
+
+
+def test_an_evaluation_reproduces_those_of_the_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(run), "--out", str(tmp_path), "--device", "cpu", "--against", "untrained"]
+    assert evaluation.main(command) == 0
+    rewards = []
+    for name, iteration in (("untrained", 0), ("3", 3)):
+        [folder] = tmp_path.glob(f"tiny-{name}-*")
+        records = tiny_loop.rows_of(folder / f"evaluation/it_{iteration:06d}/records.jsonl")
+        for ours, theirs in zip(records, held_out(run, iteration), strict=True):
+            same = ("id", "completion", "reward", "parts", "bare_reward", "noise_seed", "shown")
+            assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+        rewards.append(sum(row["reward"] for row in records) / len(records))
+        assert (folder / "metrics.jsonl").is_file()
+    shown = capsys.readouterr().out
+    assert f"{rewards[0]:.3f} -> {rewards[1]:.3f}" in shown and "3 samples, 0 not graded" in shown
+    with patch.object(evaluation, "open_judges", None):  # it is there, and asks nobody
+        assert evaluation.main(command) == 0
+    assert f"{rewards[0]:.3f} -> {rewards[1]:.3f}" in capsys.readouterr().out
+
+
+def test_a_stopped_evaluation_of_own_rows_asks_only_what_is_missing(tmp_path: Path) -> None:
+    for name, size in (("a", (300, 200)), ("b", (90, 160))):
+        Image.effect_noise(size, 64).convert("RGB").save(tmp_path / f"{name}.jpg")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(
+        json.dumps({"image": f"{name}.jpg", "instruction": "make it night"}) + "\n" for name in "ab"
+    ))  # fmt: skip
+    asked = []
+    for faults, after in (([], Fault()), ([Fault()] * 5, Fault(status=401))):
+        with FaultyJudge(faults, after) as judge:
+            out = tmp_path / f"{len(faults)}"
+            keys = ["start_command=[]", f"api_base={judge.api_base}", f"model={MODEL}"]
+            settings = [f"judge.{key}" for key in (*keys, "max_concurrency=1")]
+            command = [QUICKSTART, "--data", str(rows), "--out", str(out), "--device", "cpu"]
+            command += [word for setting in settings for word in ("--set", setting)]
+            if faults:
+                assert "judge.api_key_env" in refusal(evaluation.main, command)
+                judge.after, judge.requests = Fault(), []
+            assert evaluation.main(command) == 0
+            asked.append(len(judge.requests))
+        [records] = out.glob("*/evaluation/it_000000/records.jsonl")
+        rewards = [row["reward"] for row in tiny_loop.rows_of(records)]
+        assert rewards == pytest.approx([0.65] * 2)
+    assert asked[1] == asked[0] - 3  # of five, two tried the judge
+
+
+def test_a_score_is_that_of_the_evaluation(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row, out = held_out(run)[0], tmp_path / "scores.jsonl"
+    asked = ["--instruction", row["instruction"], "--source", str(row["source_file"])]
+    pictures = [str(row[f"{name}_file"]) for name in ("image", "bare")]
+    assert score.main([QUICKSTART, *pictures, *asked, "--out", str(out)]) == 0
+    lines = tiny_loop.rows_of(out)
+    assert [line["reward"] for line in lines] == [row["reward"], row["bare_reward"]]
+    assert lines[0]["rewards"]["viescore"]["replies"] == row["replies"]["viescore"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"reward: {row['reward']:.3f}" in shown and row["replies"]["viescore"][0] in shown
+    edited = ["--run", str(run), "--device", "cpu", str(row["source_file"]), row["instruction"]]
+    assert edit.main([*edited, "--out", "edits"]) == 0
+    [note] = Path("edits").glob("*.json")
+    assert score.main([QUICKSTART, *(str(note.with_suffix(".png")),), "--out", str(out)]) == 0
+    line = tiny_loop.rows_of(out)[-1]
+    assert line["words"] == json.loads(note.read_text())["words"]
+    assert line["instruction"] == row["instruction"]

@@ -6,14 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 from tiny_run import run_config
 
 from rl.model_files import read_config
+from rl.tools.commands import eval as evaluation
+from rl.tools.commands import score
 from rl.tools.trained import config_for_use, load_trained
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch) -> None:
@@ -51,6 +57,55 @@ def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+STRANGE: list[tuple[dict[str, Any], str]] = [
+    ({"rewards": {"a": {"type": "evilplugin.a"}}}, "evilplugin.a, whose code would run here"),
+    ({"data": {"train": [], "validation": [{"type": "evilplugin.b"}]}}, "evilplugin.b, whose code"),
+    ({"judge": {"api_base": "http://evil", "api_key_env": "K"}}, "http://evil ... key in K"),
+    ({"judge": {"start_command": ["evil", "{url_file}"]}}, "evil {url_file} would run here"),
+]
+
+
+@pytest.mark.parametrize(("sections", "what"), STRANGE, ids=[what for _, what in STRANGE])
+def test_an_evaluation_gives_a_strangers_judge_and_code_no_data(
+    tmp_path: Path, sections: dict[str, Any], what: str
+) -> None:
+    save(checkpoints_in(tmp_path), 1)
+    model = tmp_path / "checkpoints/step_000001/model"
+    (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
+    values = run_config().model_dump(mode="json") | sections
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert holds(refusal(evaluation.main, [str(tmp_path)]), f"{what} ... --trust")
+
+
+def test_what_a_score_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "a_sheet"):
+        Image.new("RGB", (64, 64)).save(f"{name}.png")
+    Path("a.json").write_text(json.dumps({"files": {"picture": "a.png", "sheet": "a_sheet.png"}}))
+    quickstart = str(CONFIGS / "quickstart.jsonnet")
+    real = str(CONFIGS / "qwen_image_edit.jsonnet")
+    asked = ["--instruction", "dusk", "--source", "a.png"]
+    for arguments, message in (
+        ([quickstart, "a.png"], "a.png: say what was asked for: --instruction"),
+        ([quickstart, "a_sheet.png", *asked], "a_sheet.png shows several"),
+        ([quickstart, "b.png", *asked], "b.png does not exist"),
+        ([quickstart, "judge.model=x", *asked], "nothing to grade: give a picture"),
+        ([real, "a.png", *asked], "judge.api_base is empty"),
+        ([quickstart, "a.png", *asked[:2]], "rewards.viescore is left out ... 'source': --source"),
+    ):
+        assert holds(refusal(score.main, arguments), message), arguments
+    reasoning = str(CONFIGS / "tiny_reasoning.jsonnet")
+    assert (
+        score.main([reasoning, "a.png", *asked, "--words", "<think>a</think><answer>2</answer>"])
+        == 1
+    )
+    shown = capsys.readouterr()
+    assert holds(shown.err, "rewards.accuracy is left out ... 'answer', which a picture lacks")
+    assert holds(shown.out, "a.png: dusk ... format: 1.000 ... reward: none")
 
 
 def test_an_adapter_that_names_a_module_is_refused(tmp_path: Path) -> None:

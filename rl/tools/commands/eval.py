@@ -7,8 +7,8 @@
     rl eval my.jsonnet --adapter me/my-adapter
 
 Draws and grades as a run's held-out evaluations do: greedy words, noise that depends
-only on the sample, and the user's own words beside. Without --data: on the config's
-data.validation. Prints each score with its 95 % interval, and writes a folder with a
+only on the sample, and the user's own words beside. Without --data: on the samples
+of the config's own evaluations. Prints each score with its 95 % interval, and writes a folder with a
 page below --out. --against evaluates others on the same samples, by the same judge
 and rewards, and prints the paired differences. A stopped evaluation goes on with the
 judge's replies that it has; a finished one is only shown.
@@ -166,7 +166,8 @@ def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
 
 
 def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> Path:
-    """Evaluate on the first `args.samples` held-out samples (0: on all). Returns the folder, below
+    """Evaluate on the first `args.samples` held-out samples (0: on all rows of `args.data`, or as
+    many as the config's own evaluations have). Returns the folder, below
     `config.base_exp_dir`: that of a run with one evaluation, so `rl report` reads it, too. A folder
     that is complete is left as it is; in another, replies of the judge are used again.
 
@@ -194,7 +195,8 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         sources = build.build_data(resolved, resolved.validation)
         for source in sources:
             stack.callback(source.close)
-        num = args.samples or max(map(len, sources)) * len(sources)
+        all_rows = max(map(len, sources)) * len(sources)
+        num = args.samples or (all_rows if args.data else config.evaluation.num_samples)
         held_out = first_samples(sources, num, on_bad_row)
         if not held_out:
             raise ValueError(f"{trained.name}: the held-out data have no row that can be used")
