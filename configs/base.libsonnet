@@ -36,18 +36,18 @@
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc.
   world_size: 1,
   // The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
-  // place in the code this long, or its process does not run. Choose more than the longest single
+  // place in the code this long, s, or its process does not run. Choose more than the longest single
   // call takes, e.g. a compile. The judge has limits of its own (`judge.*`).
   hang_limit_s: 1800,
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
   // it, and a file may derive other keys from it. A start plans for the GPUs it finds.
   gpu_gb: 141,
-  // A plugin of rl/policies.
+  // The model that is trained: a plugin of rl/policies.
   // policy: (required)
-  // A plugin of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
-  // else 'transformers'.
+  // What samples completions: a plugin of rl/engines. type 'auto': 'vllm' where the installed build
+  // runs on policy.device, else 'transformers'.
   // engine: (required)
-  // A plugin of rl/renderers.
+  // What draws the pictures: a plugin of rl/renderers.
   // renderer: (required)
   // Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
   // `held_out_only` (docs/judge.md).
@@ -153,7 +153,7 @@
     // where that is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all
     // tokens of the iteration; fewer need less memory.
     max_kept_tokens: null,
-    // Optimiser steps per batch of rollouts; the batch is split into that many parts by group.
+    // Optimizer steps per batch of rollouts; the batch is split into that many parts by group.
     updates_per_iteration: 1,
     // Recompute activations in the backward. true: whole layers; least memory, a third more
     // compute. 'mlp': only inside MLPs; a quarter of the memory of false, a sixth more compute.
@@ -221,8 +221,8 @@
     audit_min_auroc: 0.85,
   },
 
-  // Where the renderer runs: actors of a Ray cluster draw its pictures, each with a copy of the model
-  // (docs/scale.md). Workers and ranks draw the same bits where GPU and versions agree.
+  // Draws the renderer's pictures in actors of a Ray cluster, each with a copy of the model
+  // (docs/scale.md). Worker and local renderer draw the same bits where GPU and versions agree.
   render_pool: {
     // Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     // and die at any time.
@@ -239,7 +239,8 @@
 
   // The held-out evaluation: one completion per sample, greedy by default.
   evaluation: {
-    // 0 = never; else before the first iteration, every n, and after the last.
+    // Iterations between evaluations; one is before the first and one after the last, too. 0 =
+    // never.
     every_n_iterations: 0,
     // How many samples, from the start of the validation mixture, over all ranks.
     num_samples: 64,
@@ -267,8 +268,8 @@
     save_every_n_iterations: 50,
     // Iterations between checkpoints kept for ever (0: none) beside the newest two and the best.
     keep_every_n_iterations: 0,
-    // 0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
-    // training goes on. A failed push is logged, never fatal.
+    // Iterations between pushes; 0 = never. The model goes to `main` and, after 20 iterations, to a
+    // branch ckpt_000020, while training goes on. A failed push is logged, never fatal.
     push_to_hub_every_n_iterations: 0,
     // Hub repository, e.g. 'me/my-run'.
     push_to_hub_repo_id: '',
@@ -276,7 +277,8 @@
 
   // How a run is displayed. metrics.jsonl, episode records and images are always written.
   tracking: {
-    // wandb is a view of the record; a run never needs the network.
+    // A view of the run's record in wandb. online: while it goes on; offline: a folder for `wandb
+    // sync`, without network.
     wandb: 'off',
     // wandb project name.
     wandb_project: 'rl',

@@ -41,6 +41,11 @@ COMMANDS = {
         before=("--check",),
         needs_torch=False,
     ),
+    "plugins": Command(
+        "list plugins and the keys of a config, with their meaning",
+        "rl.tools.commands.plugins",
+        needs_torch=False,
+    ),
     "report": Command("report what a run learnt", "rl.tools.commands.report", needs_torch=False),
     "follow": Command(
         "show a run in wandb, TensorBoard, trackio, or on its page",

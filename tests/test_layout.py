@@ -277,6 +277,8 @@ from rl import build
 from rl.api import find
 from rl.config.schema import load_config
 from rl.check import check_report
+from rl.tools.commands import plugins
+plugins.markdown()
 for dotted in {[dotted for _, dotted in ALL_PLUGS]!r}:
     find.import_plugin(dotted)
 for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT]!r}:

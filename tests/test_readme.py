@@ -48,12 +48,13 @@ def test_every_file_named_in_the_docs_exists() -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
 
 
-def test_the_page_of_plugins_lists_all_that_a_reward_and_a_renderer_read() -> None:
-    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
-    named = [("x", RewardInput), ("x.sample", Sample), ("job", RenderJob)]
-    names = [f"{name}.{field.name}" for name, cls in named for field in fields(cls)]
-    names += ["x.words", "x.sample.source"]
-    assert [name for name in names if f"`{name}" not in page] == []
+def test_the_reference_lists_all_that_a_reward_and_a_renderer_read() -> None:
+    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    for cls, more in ((RewardInput, ["words"]), (Sample, ["source"]), (RenderJob, [])):
+        section = page.partition(f"### `{cls.__name__}`\n")[2].partition("\n### ")[0]
+        names = [*more, *(field.name for field in fields(cls))]
+        assert [name for name in names if f"| `{name}` |" not in section] == []
+    assert "(docs/reference.md)" in README
 
 
 def test_the_citation_is_of_this_package_and_version() -> None:

@@ -44,7 +44,7 @@ class LoraSection(Section):
     """The adapter that is trained; the base stays frozen."""
 
     r: Annotated[int, Field(ge=1, le=65_536)] = 32
-    """Rank."""
+    """Rank of the adapter."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 64
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -82,7 +82,7 @@ class PolicyConfig(PlacedConfig):
     """Base class of a policy's section: the keys that other parts of a run read."""
 
     lora: LoraSection | None = LoraSection()
-    """null = full fine-tuning."""
+    """The LoRA adapter that is trained; null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
     thought: ThoughtSection | None = None

@@ -133,6 +133,7 @@ class Prompt:
     """A sample as the policy reads it. Only token ids are used; text is never re-tokenised."""
 
     sample: Sample
+    """The row that it was made from."""
     token_ids: tuple[int, ...]
     """Every image expanded to its number of image tokens."""
     images: tuple[Image, ...] = ()
@@ -161,6 +162,7 @@ class Completion:
     logprobs: tuple[float, ...]
     """The engine's own log-probs of these tokens under the distribution it sampled from, nats."""
     finish: Literal["stop", "length"]
+    """stop: the engine sampled a stop token; length: the completion was cut off."""
     forced: tuple[bool, ...] | None = None
     """True where a constraint left no choice: such tokens are attended to, never trained."""
 
@@ -207,7 +209,10 @@ class RenderJob:
     """One picture to make."""
 
     sample: Sample
+    """The row of data: the user's words, source pictures, category."""
     payload: Any
+    """What the policy passes on, of the renderer's `accepts` kind: text as str, `HiddenStates`, or
+    [h, w] codes."""
     noise_seed: int
     """All completions of a group share it, so an advantage reflects the words, not the noise."""
 
@@ -217,7 +222,9 @@ class RenderFailure:
     """The renderer could not make this picture; `blame` decides POLICY_FAILED or UNGRADED."""
 
     reason: str
+    """Why, beginning with a short stable word: `out_of_memory: ...`."""
     blame: Literal["policy", "renderer"] = "renderer"
+    """policy: nobody could draw its output, which counts as its failure; renderer: it is not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +232,7 @@ class RewardInput:
     """What a reward may look at."""
 
     sample: Sample
+    """The row of data: the user's words, source pictures, hidden values."""
     text: str
     """The whole completion without special tokens."""
     image: Image | None
@@ -243,6 +251,7 @@ class Region:
     """A part of the rendered picture that a reward names."""
 
     label: str
+    """What is there, as text."""
     box: tuple[float, float, float, float]
     """Left, top, right, bottom as shares of the picture's width and height, 0..1."""
 
@@ -275,23 +284,32 @@ class Episode:
     group_id: str
     """Identity of the group: never its prompt text."""
     prompt: Prompt
+    """What the policy read."""
     completion: Completion
+    """What it wrote, as tokens."""
     action: Action
+    """The completion's text, without the payload."""
     noise_seed: int
+    """The renderer's noise, shared by the group."""
     image: Image | None
+    """The rendered picture; None if there is none."""
     status: Status
+    """SCORED, POLICY_FAILED or UNGRADED."""
     reward: float | None
     """In [0, 1]; None exactly when status is UNGRADED."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """`<reward>/<part>` -> number, over all rewards."""
     replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Reward -> the judge's raw replies."""
     regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     """Reward -> the regions of `image` that it names; rewards without regions are left out."""
     failure: str | None = None
+    """Why it is POLICY_FAILED or UNGRADED."""
     unreadable: bool = False
     """Whether it is UNGRADED, or has the lowest rating (judge.unreadable), only because the judge's
     replies about it could not be read."""
     judge_s: float = 0.0
+    """Longest wall time of its rewards, s."""
 
 
 @dataclass(frozen=True, eq=False)

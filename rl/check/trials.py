@@ -317,11 +317,15 @@ class Kind:
     """How well one kind of wrong results is told from the right ones."""
 
     name: str
+    """'no_edit', 'partial', ...; 'all kinds' for all of them."""
     num_pairs: int
+    """Pairs of a right and a wrong result of one sample."""
     accuracy: float
     """Share of pairs of one sample in which the right result scores higher."""
     ties: float
+    """Share of pairs with equal scores."""
     auroc: float
+    """Probability that a right result scores above one of these; ties count half."""
     auroc_interval: tuple[float, float]
     """95 %; nan, like the other numbers, without pairs."""
     mean: float
@@ -342,8 +346,11 @@ class RewardAudit:
     """The audit of one reward. Values are 0 to 1."""
 
     reward: str
+    """Its name in the config."""
     num_graded: int
+    """Readings that gave a value."""
     num_ungraded: int
+    """Readings that gave none."""
     num_unreadable: int
     """Those of the ungraded readings to which the judge did reply."""
     first_failure: str
@@ -352,23 +359,27 @@ class RewardAudit:
     """Kind, the right results too -> (mean share of a result's readings that are ungraded; the
     lower end of its 95 % interval)."""
     mean_correct: float
+    """Mean value of the right results."""
     overall: Kind
     """All wrong results."""
     kinds: Sequence[Kind]
-    """Also one without a graded result."""
+    """Each kind of wrong results, also one without a graded result."""
     categories: Sequence[Kind]
     """The clearly wrong results by the sample's category."""
     noise_sd: float
     """Standard deviation of repeated readings of one result."""
     num_levels: int
+    """Different values among the readings."""
     lowest_share: float
+    """Share of readings that are 0."""
     highest_share: float
+    """Share of readings that are 1."""
     failures: Sequence[str] = ()
     """Why the judge fails."""
     doubts: Sequence[str] = ()
     """What the cases do not decide. The judge passes if there are neither failures nor doubts."""
     worst: Sequence[Pair] = field(default=(), repr=False)
-    """All pairs, worst first."""
+    """All pairs, worst first; not in the file."""
 
 
 def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:

@@ -304,7 +304,8 @@ class EvaluationConfig(Section):
     """The held-out evaluation: one completion per sample, greedy by default."""
 
     every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """0 = never; else before the first iteration, every n, and after the last."""
+    """Iterations between evaluations; one is before the first and one after the last, too. 0 =
+    never."""
     num_samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
     """How many samples, from the start of the validation mixture, over all ranks."""
     temperature: Temperature = 0.0
@@ -333,8 +334,8 @@ class CheckpointConfig(Section):
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Iterations between checkpoints kept for ever (0: none) beside the newest two and the best."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
-    training goes on. A failed push is logged, never fatal."""
+    """Iterations between pushes; 0 = never. The model goes to `main` and, after 20 iterations, to a
+    branch ckpt_000020, while training goes on. A failed push is logged, never fatal."""
     push_to_hub_repo_id: Annotated[str, Unread("push_to_hub_every_n_iterations", 0)] = ""
     """Hub repository, e.g. 'me/my-run'."""
 
@@ -346,7 +347,8 @@ class TrackingConfig(Section):
     """How a run is displayed. metrics.jsonl, episode records and images are always written."""
 
     wandb: Literal["online", "offline", "off"] = "off"
-    """wandb is a view of the record; a run never needs the network."""
+    """A view of the run's record in wandb. online: while it goes on; offline: a folder for `wandb
+    sync`, without network."""
     wandb_project: Annotated[str, Unread("wandb", "off")] = "rl"
     """wandb project name."""
     tensorboard: bool = False
@@ -412,7 +414,7 @@ class RenderPoolConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """The top level of a config."""
 
     format: Annotated[int, Field(ge=1)] = loading.CONFIG_FORMAT
     """Version of the config's keys; any but the present version is refused."""
@@ -452,18 +454,18 @@ class RunConfig(Section):
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc."""
     hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
     """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
-    place in the code this long, or its process does not run. Choose more than the longest single
+    place in the code this long, s, or its process does not run. Choose more than the longest single
     call takes, e.g. a compile. The judge has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
     it, and a file may derive other keys from it. A start plans for the GPUs it finds."""
     policy: PluginSection
-    """A plugin of rl/policies."""
+    """The model that is trained: a plugin of rl/policies."""
     engine: PluginSection
-    """A plugin of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
-    else 'transformers'."""
+    """What samples completions: a plugin of rl/engines. type 'auto': 'vllm' where the installed
+    build runs on policy.device, else 'transformers'."""
     renderer: PluginSection
-    """A plugin of rl/renderers."""
+    """What draws the pictures: a plugin of rl/renderers."""
     rewards: dict[MetricName, PluginSection]
     """Name -> a plugin of rl/rewards. Any of them also takes `judge`, a judge of its own, and
     `held_out_only` (docs/judge.md)."""

@@ -147,7 +147,8 @@ class Config(FileConfig):
 
 
 class TokenisedEdits(CheckedSource[Config]):
-    """The edits of a list; each file is read when its sample is fetched."""
+    """Edits whose pictures are Emu3 codes: a list as `rl prepare tokenize` writes it, and a file of
+    each edit, which is read when its sample is fetched."""
 
     def __init__(self, config: Config, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming list and entries."""

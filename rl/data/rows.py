@@ -379,7 +379,7 @@ class RowsConfig(FileConfig):
     """The keys of a source of rows: columns, and how pictures are found and checked."""
 
     columns: Columns = Columns()
-    """Maps each field of a sample to a key or column of a row."""
+    """The key or column of a row for each field of a sample; `a.b.0` reaches into nested ones."""
     image_folder: str = ""
     """Where relative picture paths start; '' = the file's own folder."""
     picture_check: PictureCheck = "header"

@@ -32,7 +32,7 @@ class EditJsonlConfig(RowsConfig):
 
 
 class EditJsonl(RowsSource[EditJsonlConfig]):
-    """The edits of one JSONL file, as samples."""
+    """One JSONL file of edits or questions: an object per line, with text and pictures."""
 
     @classmethod
     def read(cls, config: EditJsonlConfig) -> Rows:
@@ -81,7 +81,8 @@ class HfDatasetConfig(RowsConfig):
 
 
 class HfDataset(RowsSource[HfDatasetConfig]):
-    """One split as samples."""
+    """One split of a Hugging Face data set, from the hub or from local files (parquet, arrow, csv,
+    json)."""
 
     @classmethod
     def is_here(cls, config: HfDatasetConfig) -> bool:
@@ -239,7 +240,7 @@ class PromptsConfig(FileConfig):
 
 
 class Prompts(RowsSource[PromptsConfig]):
-    """The prompts as samples."""
+    """Prompts: the built-in ones, or those of a text or JSONL file."""
 
     @classmethod
     def read(cls, config: PromptsConfig) -> Rows:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine(Engine):
-    """Samples with the policy's module: nothing to sync. One `torch.Generator` per completion."""
+    """Samples token by token with the trainer's own module: slow, but nothing to install or sync.
+    One `torch.Generator` per completion."""
 
     samples_with_trainer = True
 

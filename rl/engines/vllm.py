@@ -91,7 +91,8 @@ class Config(PluginConfig):
 
 
 class VllmEngine(Engine[Config]):
-    """One engine; starting it takes seconds, minutes for a large model."""
+    """vLLM in the trainer's process and on its device, with the trained weights after every sync.
+    Starting it takes seconds, minutes for a large model."""
 
     def __init__(self, config: Config, setup: EngineSetup) -> None:
         super().__init__(config, setup)

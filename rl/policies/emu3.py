@@ -259,7 +259,7 @@ class Config(TrainedPolicyConfig):
     step. <|start thinking|>": words first. '': the model decides. Special tokens written here are
     special; `{height}` and `{width}` stand for the source's rows and columns of codes."""
     lora: LoraSection | None = None
-    """null = full fine-tuning."""
+    """The LoRA adapter that is trained; null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
     run, naming its sample."""
@@ -366,7 +366,8 @@ def model_folder(config: Config) -> Path:
 
 
 class Emu3(TrainedPolicy[Config]):
-    """Writes pictures as [h, w] int32 codebook indices."""
+    """Emu3: reads a source picture as codebook indices and writes the edited one as [h, w] int32
+    indices, after words if `assistant_prefill` asks for them."""
 
     model_types = frozenset({TEXT_MODEL, PUBLISHED_MODEL})
     model_classes = frozenset({"Emu3ForCausalLM"})

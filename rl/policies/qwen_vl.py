@@ -298,6 +298,9 @@ class QwenVL(TrainedPolicy[Config]):
 
 
 class Qwen25VL(QwenVL):
+    """Qwen2.5-VL: reads pictures and text, and writes words. The renderer gets the words, or their
+    hidden states after the final norm."""
+
     model_types = frozenset({"qwen2_5_vl"})
     model_classes = frozenset({"Qwen2_5_VLForConditionalGeneration"})
     slot_px = 28
@@ -355,6 +358,9 @@ class DeepstackTower(Tower):
 
 
 class Qwen3VL(QwenVL):
+    """Qwen3-VL: reads pictures and text, and writes words. The renderer gets the words, or their
+    hidden states, after the final norm or (Qwen-Image-2.1) before it."""
+
     model_types = frozenset({"qwen3_vl"})
     model_classes = frozenset({"Qwen3VLForConditionalGeneration"})
     state_kinds = frozenset({"post_norm", "pre_norm"})

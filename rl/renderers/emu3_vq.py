@@ -47,7 +47,8 @@ def batch_of(batch_size: int, codes: np.ndarray) -> tuple[Hashable, int]:
 
 
 class Emu3Vq(Renderer[Config]):
-    """Decodes the grids of codes that a policy writes, and encodes source pictures to codes."""
+    """Emu3's picture tokenizer: decodes the grids of codes that a policy writes, and encodes source
+    pictures to codes."""
 
     accepts = "image_tokens"
 

@@ -9,7 +9,7 @@ from rl.api.types import RenderJob
 
 
 class NoRenderer(Renderer):
-    """`renderer: { type: 'none' }`."""
+    """Draws nothing: rewards read the policy's text."""
 
     accepts = "text"
     makes_images = False

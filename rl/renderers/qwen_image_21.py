@@ -32,7 +32,8 @@ FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
 
 
 class QwenImage21(QwenImage[Config]):
-    """Its text encoder reads the numbered pictures, then the instruction."""
+    """Qwen-Image-2.1: edits up to `max_pictures` sources, or draws from text alone, conditioned on
+    the policy's hidden states. The prompt has the numbered pictures, then the instruction."""
 
     state_kind = "pre_norm"
     reads_transparency = True

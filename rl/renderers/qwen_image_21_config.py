@@ -35,9 +35,9 @@ class Config(DenoisingConfig):
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     height_px: Annotated[int, Field(ge=32, le=4096)] | None = None
-    """Fixed picture height, px, multiple of 32; None = from output_area_px."""
+    """Fixed picture height, px, multiple of 32; null = from output_area_px."""
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
-    """Fixed picture width, px, multiple of 32; None = from output_area_px."""
+    """Fixed picture width, px, multiple of 32; null = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
     """Limit of sources per sample, whose keys and values are kept while a group is drawn: 2.1 GB
     each at 1024 x 1024 px."""

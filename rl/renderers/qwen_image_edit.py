@@ -109,7 +109,8 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
 
 class QwenImageEdit(QwenImageEditor[DenoisingConfig]):
-    """Its text encoder reads the source picture, then the instruction."""
+    """Qwen-Image-Edit: edits one source, conditioned on the policy's hidden states. The prompt has
+    the source picture, then the instruction."""
 
     pipeline = "QwenImageEditPipeline"
 
@@ -131,7 +132,9 @@ class EditPlusConfig(DenoisingConfig):
 
 
 class QwenImageEditPlus(QwenImageEditor[EditPlusConfig]):
-    """Its text encoder reads numbered, downscaled source pictures, then the instruction."""
+    """Qwen-Image-Edit-2511 or -2509: edits up to `max_pictures` sources, conditioned on the
+    policy's hidden states. The prompt has the numbered, downscaled sources, then the
+    instruction."""
 
     pipeline = "QwenImageEditPlusPipeline"
     picture = "Picture {number}: {image}"

@@ -22,7 +22,7 @@ _ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder
 
 
 class SD3(DiffusionRenderer[Config]):
-    """Draws a picture from the policy's text."""
+    """Stable Diffusion 3 or 3.5: draws a picture from the policy's text."""
 
     accepts = "text"
     side_multiple_px = PATCH_PX

@@ -241,11 +241,14 @@ class UnreadableGoldError(ValueError):
 
 
 class Accuracy(Reward[Config]):
-    """Compares the last `<answer>...</answer>` of the policy's words with the gold, which is
-    `Sample.hidden['answer']`: multiple choice by letter or text, numbers with percent, units and
-    thousands commas, codes, scores and dates as they are written, other text regardless of case and
-    punctuation, formulas by symbolic equality. A letter does not equal its text if only the
-    question says which belong together."""
+    """1 if the policy's answer equals the known answer, `Sample.hidden['answer']`, else 0. The
+    answer is in the last `<answer>...</answer>` of the policy's words.
+
+    Compares multiple choice by letter or text, numbers with percent, units and thousands commas,
+    codes, scores and dates as they are written, other text regardless of case and punctuation,
+    formulas by symbolic equality. A letter does not equal its text if only the question says which
+    belong together. Parts, each 0 or 1: `parsed`, there is an answer; `undecided`, comparing it
+    took too long."""
 
     needs = frozenset({"text", "answer"})
     reads_thoughts = False
@@ -262,8 +265,7 @@ class Accuracy(Reward[Config]):
         self._maths.close()
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """1.0 or 0.0. Parts: `parsed`, there is an answer; `undecided`, comparing it took too long.
-        No value (UNGRADED) if the gold cannot be read or the machine is too busy."""
+        """No value (UNGRADED) if the gold cannot be read or the machine is too busy."""
         started = time.monotonic()
         answer = self._answer(reward_input.words)
         try:
@@ -322,7 +324,9 @@ def read_gold(hidden: Mapping[str, Any]) -> str:
 
 
 class Format(Reward):
-    """Requires exactly the two blocks, in this order, neither of them empty."""
+    """1 if the completion is `<think>...</think><answer>...</answer>`, else 0. Both blocks have to
+    be there once, in this order, neither of them empty, with nothing but white space around them.
+    """
 
     needs = frozenset({"text"})
 

@@ -39,9 +39,11 @@ class Config(FrozenModelConfig):
 
 
 class Clip(Reward[Config]):
-    """Grades pictures one by one, in its own thread: value = clip(scale * max(cosine, 0), 0, 1).
-    The cosine is between the picture and the user's ORIGINAL prompt, not the policy's rewrite. The
-    paper's scale is 2.5; its prefix "A photo depicts" is omitted."""
+    """CLIPScore of the picture and the user's ORIGINAL prompt, not the policy's rewrite. value =
+    scale * cosine, clipped to 0..1. The paper's scale is 2.5; its prefix "A photo depicts" is
+    omitted. Pictures are graded one by one, in a thread of its own.
+
+    Parts: `cosine`, -1 to 1; `prompt_cut`, 1 if CLIP read only the prompt's beginning, else 0."""
 
     needs = frozenset({"image"})
     reads_thoughts = False
@@ -85,8 +87,6 @@ class Clip(Reward[Config]):
         return ModelCost({} if count is None else {"model": count})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
-        beginning)."""
         if reward_input.image is None:
             return RewardOutput(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()

@@ -251,7 +251,13 @@ class VieScoreConfig(PairedConfig):
 
 
 class VieScore(PairedQuestions[VieScoreConfig]):
-    """Grades one edit."""
+    """VIEScore of an edit: the judge scores how well the instruction was followed and nothing else
+    changed, and the quality of the picture alone. value = overall / 10.
+
+    Parts from 0 (worst) to 10: `edit_success`, `over_edit` (10: nothing else changed) and their
+    minimum `sc`; `naturalness`, `artifacts` (10: none) and their minimum `pq`; `overall` = sqrt(sc
+    pq). `sc_01` and `pq_01` are sc / 10 and pq / 10. The source picture (several: each after
+    'Source 1:', ...) precedes the first question, the edit follows it."""
 
     needs = frozenset({"source", "image"})
     semantic_marks = ("edit_success", "over_edit")
@@ -268,7 +274,12 @@ class VieScoreT2IConfig(PairedConfig):
 
 
 class VieScoreT2I(PairedQuestions[VieScoreT2IConfig]):
-    """Grades one picture against the user's ORIGINAL prompt, not the policy's rewrite."""
+    """VIEScore of a picture for the user's ORIGINAL prompt, not the policy's rewrite: the judge
+    scores how well it shows the prompt, and its quality. value = overall / 10.
+
+    Parts from 0 (worst) to 10: `prompt_following`, equal to `sc`; `naturalness`, `artifacts` (10:
+    none) and their minimum `pq`; `overall` = sqrt(sc pq). `sc_01` and `pq_01` are sc / 10 and
+    pq / 10. The picture follows each question."""
 
     needs = frozenset({"image"})
     semantic_marks = ("prompt_following",)
@@ -329,7 +340,10 @@ class EditQualityConfig(RepeatsConfig):
 
 
 class EditQuality(OneQuestion[EditQualityConfig]):
-    """Grades one edit: value = (w_a alignment + w_q quality) / (w_a + w_q), both scores 0 to 1."""
+    """The judge scores in one reply how well an edit follows the instruction, and its quality.
+
+    Parts from 0 to 1: `alignment` and `quality`. value = their mean, weighted by
+    `alignment_weight` and `quality_weight`."""
 
     needs = frozenset({"source", "image"})
     ranges = {"alignment": (0.0, 1.0), "quality": (0.0, 1.0)}
@@ -355,8 +369,8 @@ class GroundScoreConfig(RepeatsConfig):
 
 
 class GroundScore(OneQuestion[GroundScoreConfig]):
-    """Grades one picture, `score` 0 to 10. The judge sees the reference (`Sample.target`) and the
-    policy's picture, not the source or the instruction."""
+    """The judge scores how close the picture is to the reference edit, `Sample.target`. It sees
+    these two, not the source or the instruction. Part: `score`, 0 to 10; value = score / 10."""
 
     needs = frozenset({"target", "image"})
     ranges = {"score": (0.0, 10.0)}
@@ -390,8 +404,10 @@ _QUALITY_WORDS = re.compile(
 
 
 class PromptQuality(Reward):
-    """Value: the mean of the five scores; `total_0_5` is their sum. A diagnostic because a rewrite
-    that merely lists quality terms scores well, whether or not the pictures get better."""
+    """Scores a rewritten prompt by counting its words, without a model. value = the mean of five
+    parts, each 0 to 1: `length`, `keywords_kept`, `new_details`, `quality_words`, `structure`;
+    part `total_0_5` is their sum. A diagnostic because a rewrite that merely lists quality terms
+    scores well, whether or not the pictures get better."""
 
     needs = frozenset({"text"})
     reads_thoughts = False
@@ -452,11 +468,11 @@ class Score(Section):
     """A score that the judge gives."""
 
     low: Bound = 0.0
-    """Worst value."""
+    """Worst value that the judge may give."""
     high: Bound = 10.0
     """Best value."""
     weight: Annotated[float, Field(ge=0, le=1e6), Unread("combine", "min")] = 1.0
-    """Weight in the mean, under combine 'weighted'."""
+    """Weight of the score in the mean; read only if `combine` is 'weighted'."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -493,7 +509,8 @@ class RubricConfig(RepeatsConfig):
 
 
 class Rubric(OneQuestion[RubricConfig]):
-    """Grades one picture; part `overall` is the value, the others are the judge's own numbers."""
+    """The judge answers a question of your own with scores of your own. It sees the pictures that
+    `shows` names. Parts: each of `scores` in its range, and `overall`, 0 to 1, the value."""
 
     needs = frozenset({"image"})
     unit_parts = frozenset({"overall"})
@@ -546,15 +563,19 @@ class ExpectedScoreConfig(RepeatsConfig):
     """A reply with less probability on all digits together is unreadable: the judge wanted to write
     something else."""
     n_evals: Literal[1] = 1
-    """The probabilities are the same each time."""
+    """Once: the probabilities are the same each time."""
     temperature: None = None
-    """The probabilities do not depend on it."""
+    """Null: the probabilities do not depend on it."""
 
 
 class ExpectedScore(JudgedReward[ExpectedScoreConfig]):
-    """Grades one edit: value = E[min(success, restraint)] / best score, with both scores
-    independent. `success` and `restraint` are expected scores scaled to 0..1, `..._entropy` their
-    entropies in nats, `legal_mass` the smaller probability of both questions' labels."""
+    """The mean of two scores of an edit over the judge's probabilities of the digits 0 to 9, one
+    token per question. value = E[min(success, restraint)] / 9, with both scores independent. The
+    judge has to return log-probs.
+
+    Parts from 0 to 1: `success` and `restraint`, the expected scores / 9; `expected_minimum`, the
+    value; `legal_mass`, the smaller probability of all digits. `success_entropy` and
+    `restraint_entropy` are the entropies, 0 to 2.3 nats."""
 
     needs = frozenset({"source", "image"})
     unit_parts = frozenset({"success", "restraint", "legal_mass"})
@@ -616,12 +637,13 @@ class SpatialRewardConfig(PairedConfig):
 
 
 class SpatialReward(PairedQuestions[SpatialRewardConfig]):
-    """Grades one edit in the format that SpatialReward's models are trained on, scores 0 to 25.
+    """The judge marks the edited regions, then scores the edit, as SpatialReward's models are
+    trained to. value = overall / 10. The regions are recorded and drawn on the run's page.
 
-    sc = (0.6 edit_success + 0.4 over_edit) / 2.5, pq = (naturalness + artifacts) / 5, both 0 to 10;
-    overall = sc^0.8 pq^0.2; value = overall / 10. (Weights instead of VIEScore's minima: fewer ties
-    at 0.)
-    """
+    Parts from 0 (worst) to 25: `edit_success`, `over_edit` (25: nothing else changed),
+    `naturalness`, `artifacts` (25: none). From 0 to 10: `sc` = (0.6 edit_success + 0.4 over_edit) /
+    2.5; `pq` = (naturalness + artifacts) / 5; `overall` = sc^0.8 pq^0.2. (Weights instead of
+    VIEScore's minima: fewer ties at 0.) `sc_01` and `pq_01` are sc / 10 and pq / 10."""
 
     needs = frozenset({"source", "image"})
     semantic_marks = ("edit_success", "over_edit")
