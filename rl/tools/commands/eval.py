@@ -8,10 +8,10 @@
 
 Draws and grades as a run's held-out evaluations do: greedy words, noise that depends
 only on the sample, and the user's own words beside. Without --data: on the samples
-of the config's own evaluations. Prints each score with its 95 % interval, and writes a folder with a
-page below --out. --against evaluates others on the same samples, by the same judge
-and rewards, and prints the paired differences. A stopped evaluation goes on with the
-judge's replies that it has; a finished one is only shown.
+of the config's own evaluations. Prints each score with its 95 % interval, and writes
+a folder with a page below --out. --against evaluates others on the same samples, by
+the same judge and rewards, and prints the paired differences. A stopped evaluation
+goes on with the judge's replies that it has; a finished one is only shown.
 
 A run folder may come from a stranger. --trust says that it is yours: the judge and
 the plugins that it names may then read your data. A config file is yours.
