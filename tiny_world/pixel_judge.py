@@ -182,7 +182,7 @@ def _pixels(image: Image.Image) -> np.ndarray:
     if image.size != (IMAGE_SIDE_PX, IMAGE_SIDE_PX):
         raise ValueError(
             f"the picture is {image.size}, expected 64x64: this judge compares the pixels of drawn "
-            "shapes; docs/judge.md has one of a few lines that takes any picture"
+            "shapes; docs/without-training.md has one of a few lines that takes any picture"
         )
     return np.asarray(image.convert("RGB"), np.float32)
 

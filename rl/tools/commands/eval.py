@@ -185,6 +185,8 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
     if (folder / "metrics.jsonl").is_file():
         return folder
     resolved, console = build.resolve(config), Console(True)
+    if problems := fetch_small_files(resolved) or fetch_weights(resolved):
+        raise ConfigError(problems)
     on_bad_row = config.data.on_bad_row
     with ExitStack() as stack:
         stack.enter_context(judge_errors_as_sentences())
@@ -200,8 +202,6 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         held_out = first_samples(sources, num, on_bad_row)
         if not held_out:
             raise ValueError(f"{trained.name}: the held-out data have no row that can be used")
-        if problems := fetch_small_files(resolved) or fetch_weights(resolved):
-            raise ConfigError(problems)
         loop = stack.enter_context(BackgroundLoop("judge"))
         judges, _ = open_judges(resolved, dist, loop, stack, console, held_out[0])
         for key, judge in judges.items():
@@ -235,7 +235,9 @@ def _show(folder: Path) -> int:
         bounds = interval([value for value, _ in change.rewards], change.shown)
         spread = f"95 % {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval"
         text.append(f"  {change.name:{width}}  {change.after:.3f}   ({spread})")
-    metrics = read_named(folder / "metrics.jsonl", "iteration")
+    rows = read_named(folder / "metrics.jsonl", "iteration")
+    # An evaluation has nothing that it could have drifted from.
+    metrics = [{key: row[key] for key in row if not key.startswith("drift/")} for row in rows]
     printing.show("\n".join([*text, *(f"  {line}" for line in context(metrics))]))
     print(f"  page: {Page(folder).write()}")
     return num_ungraded
