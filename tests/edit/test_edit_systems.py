@@ -347,7 +347,8 @@ def test_a_config_is_used_untrained_or_with_an_adapter(run: Path, tmp_path: Path
 def test_an_evaluation_reproduces_those_of_the_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [str(run), "--out", str(tmp_path), "--device", "cpu", "--against", "untrained"]
+    command = [str(run), "--trust", "--out", str(tmp_path), "--device", "cpu"]
+    command += ["--against", "untrained"]
     assert evaluation.main(command) == 0
     rewards = []
     for name, iteration in (("untrained", 0), ("3", 3)):

@@ -1,9 +1,8 @@
 """Evaluate a policy on held-out samples, without training.
 
-    rl eval runs/my-run --data held_out.jsonl
-    rl eval runs/my-run --data held_out.jsonl --checkpoint best
-    rl eval runs/my-run --data held_out.jsonl --against untrained runs/other
     rl eval my.jsonnet --data held_out.jsonl              (untrained)
+    rl eval runs/my-run --trust --data held_out.jsonl
+    rl eval runs/my-run --trust --checkpoint best --against untrained runs/other
     rl eval my.jsonnet --adapter me/my-adapter
 
 Draws and grades as a run's held-out evaluations do: greedy words, noise that depends
@@ -67,8 +66,6 @@ SAME = (
     *("evaluation", "algorithm", "bare_arm", "images_per_completion"),
 )
 """Sections that decide what a score means: all policies of a command have those of the first."""
-OWN_MODULES = ("rl.", "tiny_world.")
-"""Their code came with this project, not with a run folder."""
 
 
 @printing.program
@@ -118,7 +115,7 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     rows = [*values["data"]["train"], *values["data"]["validation"]]
     for section in (values["policy"], values["renderer"], *values["rewards"].values(), *rows):
         name = section["type"]
-        if find.is_dotted_path(name) and not (name.startswith(OWN_MODULES) or trained.trusted):
+        if find.is_dotted_path(name) and not trained.trusted:
             what = f"{trained.name} names {excerpt(name, 200)}, whose code would run here"
             raise ValueError(f"{what}: --trust if the run is yours")
     read = (*READ, "rewards", "final_reward", "judge", "data")
@@ -127,9 +124,8 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     for key, part in resolved.by_judge.items():
         judge = part.config.judge
         command = " ".join(judge.start_command)
-        is_own = command.startswith(tuple(f"{{python}} -m {module}" for module in OWN_MODULES))
         is_stated = not command and any(setting.startswith(f"{key}.") for setting in args.set)
-        if part.needs_judge and not (trained.trusted or is_own or is_stated):
+        if part.needs_judge and not (trained.trusted or is_stated):
             sent = "your data" + (judge.api_key_env and f" and the key in {judge.api_key_env}")
             what = f"{command} would run here" if command else f"{judge.api_base} would get {sent}"
             raise ValueError(
