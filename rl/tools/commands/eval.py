@@ -80,10 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = config.model_dump(mode="json")
     others = []
     for source in args.against:
-        is_base = source == UNTRAINED
-        other = (
-            replace(trained, untrained=True, iterations=0) if is_base else _trained(source, args)
-        )
+        base = replace(trained, untrained=True, iterations=0)
+        other = base if source == UNTRAINED else _trained(source, args)
         config = prepared(other, args, {key: values[key] for key in SAME})
         others.append(evaluated(other, config, args))
     num_ungraded = _show(folder)
@@ -101,8 +99,8 @@ def _trained(source: str, args: argparse.Namespace) -> Trained:
 
 
 def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, Any]) -> RunConfig:
-    """The config of an evaluation. `changes`: sections in place of the policy's own; its data are
-    `args.data`, unless they are among these.
+    """The config of an evaluation. `changes`: sections in place of the policy's own. If its judge is
+    among them, they are those of the first policy of the command, and trusted like that.
 
     Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
@@ -112,8 +110,10 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     place = {"tracking": {}, "base_exp_dir": str(args.out)}
     values = {**trained.config, **unused, "algorithm": truncated, **place, **changes}
     values["judge"] = {**values["judge"], "audit": "off"}
+    is_first = "judge" not in changes
     rows = [*values["data"]["train"], *values["data"]["validation"]]
-    for section in (values["policy"], values["renderer"], *values["rewards"].values(), *rows):
+    graders = [*values["rewards"].values(), *rows] if is_first else []
+    for section in (values["policy"], values["renderer"], *graders):
         name = section["type"]
         if find.is_dotted_path(name) and not trained.trusted:
             what = f"{trained.name} names {excerpt(name, 200)}, whose code would run here"
@@ -121,7 +121,7 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     read = (*READ, "rewards", "final_reward", "judge", "data")
     config, _ = config_for_use(trained, args.set, args.device, replaced=values, read=read)
     resolved = build.resolve(config)
-    for key, part in resolved.by_judge.items():
+    for key, part in resolved.by_judge.items() if is_first else ():
         judge = part.config.judge
         command = " ".join(judge.start_command)
         is_stated = not command and any(setting.startswith(f"{key}.") for setting in args.set)
@@ -132,7 +132,7 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
                 f"{trained.name}: {key}: {excerpt(what, 300)}: --trust if the run is yours, or "
                 f"name a judge of your own: --set {key}.api_base=URL"
             )
-    if args.data and "data" not in changes:
+    if args.data and is_first:
         held_out = DataConfig(train=[], validation=[_read_as(resolved, args.data)])
         config = config.model_copy(update={"data": held_out})
     if not config.data.validation:
