@@ -1,10 +1,11 @@
 """Tests the commands and config blocks of the documents of the four original systems.
 
-`tests/documents/*.md` are verbatim copies. Each line is
+`tests/documents/*.md` are verbatim copies. The tables of `docs/documents.md` say what becomes of
+each line:
 
     run       executed by a test of this file at tiny size: unchanged, with placeholders filled in,
-              or (if it names a script of its repository or the author's disk) as the replacement in
-              LINES. `nvidia-smi` and the judge are replaced by stand-ins;
+              or (if it names a script of its repository or the author's disk) as its stand-in. For
+              `nvidia-smi` and the judge there are stand-ins, too;
     checked   compared with this project, not executed;
     network   not tried: needs a network or a service;
     theirs    not tried: only concerns the machine or another environment.
@@ -28,6 +29,8 @@ import pytest
 import tiny_config
 from tiny_run import run_config
 
+from rl.config.loading import MOVED
+from rl.config.schema import RunConfig
 from rl.engines.vllm_process import SERVED_AS
 from rl.rewards.judged import EditQuality
 from rl.tools.editor import Editor
@@ -43,8 +46,6 @@ class Line(NamedTuple):
     begins: str
     """The beginning of a command, or of a block of config or Python."""
     fate: Fate
-    ours: str = ""
-    """'run', 'checked': the replacement that is run or read; else why it is not tried."""
 
 
 TINY = (
@@ -52,66 +53,29 @@ TINY = (
     "generations_per_prompt=4 evaluation.num_samples=2 optimizer.warmup_iterations=0"
 )
 TINY_PROMPTS = f"python -m rl.simple_launch configs/tiny_prompts.jsonnet {TINY}"
+STAND_INS = {
+    "cd /home/coder": 'cd "$CLONE"',
+    "python test_setup.py": "python -m rl.simple_launch --check configs/quickstart.jsonnet",
+    "bash run_8gpu.sh": f"python -m rl.simple_launch --nproc 2 configs/quickstart.jsonnet {TINY} "
+    "judge.api_key_env=OPENAI_API_KEY",
+    "tail -f outputs/grpo_clean": "tail -n 1 runs/quickstart/metrics.jsonl",
+    "cd EARL": 'cd "$CLONE"',
+    "accelerate launch": "python -m rl.simple_launch --nproc 2 configs/tiny_reasoning.jsonnet "
+    + TINY,
+    "python test_grpo_system.py": "python -m rl.simple_launch --check configs/tiny_prompts.jsonnet",
+    "./run_multi_gpu_training.sh": f"{TINY_PROMPTS} run_name=placed policy.device=cpu "
+    "renderer.device=cpu rewards.clip.device=cpu",
+    "python train_grpo.py": TINY_PROMPTS,
+    "python test_qwen.py": 'python -m rl enhance --adapter runs/tiny_prompts --device cpu "a cat"',
+    "python test_integrated_system.py": "python -m rl report runs/tiny_prompts",
+}
+"""Beginning of a line that is run -> the command of this project that is run for it."""
+PAGE = (ROOT / "docs/documents.md").read_text(encoding="utf-8")
 LINES = [
-    Line("qwen_image_edit", "conda activate", "theirs", "an environment; scripts/_install.sh"),
-    Line("qwen_image_edit", "cd /home/coder", "run", 'cd "$CLONE"'),
-    Line("qwen_image_edit", "python test_setup.py", "run",
-         "python -m rl.simple_launch --check configs/quickstart.jsonnet"),
-    Line("qwen_image_edit", "export OPENAI_API_KEY=", "run"),
-    Line("qwen_image_edit", "echo $OPENAI_API_KEY", "run"),
-    Line("qwen_image_edit", "bash run_8gpu.sh", "run",
-         f"python -m rl.simple_launch --nproc 2 configs/quickstart.jsonnet {TINY} "
-         "judge.api_key_env=OPENAI_API_KEY"),
-    Line("qwen_image_edit", "tail -f outputs/grpo_clean", "run",
-         "tail -n 1 runs/quickstart/metrics.jsonl"),
-    Line("qwen_image_edit", "- **Model**", "checked", "configs/qwen_image_edit.jsonnet"),
-    Line("qwen_image_edit", "- **DeepSpeed**", "checked", "configs/qwen_image_edit.jsonnet"),
-    Line("qwen_image_edit", "reward = 0.6 *", "checked", "rl/rewards/judged.py"),
-    Line("qwen_image_edit", "nvidia-smi", "theirs", "NVIDIA's driver"),
-    Line("earl", "git clone", "network", "their repository"),
-    Line("earl", "cd EARL", "run", 'cd "$CLONE"'),
-    Line("earl", "python -m venv", "theirs", "an environment; scripts/_install.sh"),
-    Line("earl", "source .rl_venv", "theirs", "an environment; scripts/_install.sh"),
-    Line("earl", "pip install torch==2.6.0", "network", "torch of CUDA 12.4; here 2.13"),
-    Line("earl", "pip install flash-attn", "network", "optional here: pyproject.toml"),
-    Line("earl", "pip install -r rl/req", "network", "rl/requirements.txt, of requirements.lock"),
-    Line("earl", "nano rl_venv", "theirs", "an editor; vLLM is told at run time"),
-    Line("earl", "_MULTIMODAL_MODELS", "checked", "SERVED_AS in rl/engines/vllm.py"),
-    Line("earl", "./rl/scripts/setup_datasets.sh", "network", "some 100 GB from the hub"),
-    Line("earl", "NUM_GPUS=", "run"),
-    Line("earl", "torchrun", "run"),
-    Line("earl", "export VLLM_USE_V1=0", "run"),
-    Line("earl", "vllm serve", "network", "147 GB of weights; scripts/serve_judge.sh"),
-    Line("earl", "CONFIG_NAME=", "run"),
-    Line("earl", "export APP__", "run"),
-    Line("earl", "export WANDB_RUN_ID=", "run"),
-    Line("earl", "export PYTHONPATH=", "run"),
-    Line("earl", "python -m rl.simple_launch", "run"),
-    Line("earl", "- `sft_s__rl_s.jsonnet`", "checked", "configs/, as the launch line names them"),
-    Line("earl", "{", "run"),
-    Line("reasoning", "flexai training run", "network", "FlexAI; its arguments are checked"),
-    Line("reasoning", "accelerate launch", "run",
-         f"python -m rl.simple_launch --nproc 2 configs/tiny_reasoning.jsonnet {TINY}"),
-    Line("reasoning", "flexai", "network", "FlexAI, an account"),
-    Line("prompt_enhancement", "pip install", "network", "requirements.txt, of requirements.lock"),
-    Line("prompt_enhancement", "CUDA_VISIBLE_DEVICES=", "run"),
-    Line("prompt_enhancement", "PYTORCH_CUDA_ALLOC_CONF=", "run"),
-    Line("prompt_enhancement", "NCCL_DEBUG=", "run"),
-    Line("prompt_enhancement", "python test_grpo_system.py", "run",
-         "python -m rl.simple_launch --check configs/tiny_prompts.jsonnet"),
-    Line("prompt_enhancement", "./run_multi_gpu_training.sh", "run",
-         f"{TINY_PROMPTS} run_name=placed policy.device=cpu renderer.device=cpu "
-         "rewards.clip.device=cpu"),
-    Line("prompt_enhancement", "python train_grpo.py", "run", TINY_PROMPTS),
-    Line("prompt_enhancement", "python test_qwen.py", "run",
-         'python -m rl enhance --adapter runs/tiny_prompts --device cpu "a cat"'),
-    Line("prompt_enhancement", "python test_integrated_system.py", "run",
-         "python -m rl report runs/tiny_prompts"),
-    Line("prompt_enhancement", "python test_clip_reward.py", "checked", "tests/rewards/"),
-    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/tools/editor.py"),
-    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/tools/editor.py"),
-    Line("prompt_enhancement", "from models.clip_reward", "checked", "tests/rewards/"),
-]  # fmt: skip
+    Line(document, *row)
+    for document, section in zip(DOCUMENTS, PAGE.split("\n## ")[1:], strict=True)
+    for row in re.findall(r"^\| `+ ?(.+?) ?`+ \| (run|checked|network|theirs) \| ", section, re.M)
+]
 
 
 @cache
@@ -134,7 +98,7 @@ def _lines(kind: str, block: str) -> Iterator[str]:
 
 
 def fates() -> list[tuple[Line, str]]:
-    """(first matching entry of LINES, the line), in the documents' order."""
+    """(its row of the page, the line), in the documents' order."""
     return [
         (next(e for e in LINES if e.document == name and line.startswith(e.begins)), line)
         for name in DOCUMENTS
@@ -144,7 +108,7 @@ def fates() -> list[tuple[Line, str]]:
 
 def test_each_line_is_classified_and_four_of_five_are_run() -> None:
     entries = [entry for entry, _ in fates()]
-    assert set(entries) == set(LINES), "an entry of LINES is in no document"
+    assert set(entries) == set(LINES), "a row is of no document"
     tried = [entry.fate for entry in entries if entry.fate in ("run", "checked")]
     assert tried.count("run") >= 0.8 * len(tried)
 
@@ -238,7 +202,7 @@ def test_the_lines_of_a_document_run(script: Script, tmp_path: Path) -> None:
         matches = [(entry, line) for entry, line in fates()
                    if entry.document == script.document and line.startswith(begins)]  # fmt: skip
         assert matches and all(entry.fate == "run" for entry, _ in matches), begins
-        lines += [entry.ours or line for entry, line in matches]
+        lines += [STAND_INS.get(entry.begins, line) for entry, line in matches]
     text = "\n".join(["(", *lines, ") | tee printed", script.then])
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "WANDB" not in k}
@@ -313,6 +277,17 @@ def test_earls_configs_and_its_patch_of_vllm_are_here() -> None:
     assert sorted(listed) == sorted(file.name for file in (ROOT / "configs").glob("sft_*"))
     served = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', told)
     assert dict(served) == SERVED_AS
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.M))
+    fields = re.findall(r"^    ([a-z]\w+):", told, re.M)
+    here = {name: ("always", f"`{MOVED[name]}") if name in MOVED else "" for name in fields}
+    assert len(here) > 25 and all(rows[name].startswith(here[name]) for name in here)
+
+
+def test_the_keys_on_the_page_exist() -> None:
+    files = [*(ROOT / "configs").rglob("*sonnet"), *(ROOT / "rl").rglob("*.py")]
+    known = set(re.findall(r"\b(\w+)\??: ", "".join(file.read_text("utf-8") for file in files)))
+    named = re.findall(rf"`(?:{'|'.join(RunConfig.model_fields)})\.(?:\w+\.)*(\w+)[ =`]", PAGE)
+    assert len(set(named)) >= 30 and {*named} - {"py"} <= known
 
 
 def test_earls_requirements_and_download_script_exist() -> None:

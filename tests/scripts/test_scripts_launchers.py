@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import tiny_config
 import tiny_loop
 
-from rl.config.schema import ConfigError
+from rl.check import check_report
+from rl.config.schema import ConfigError, load_config
 from rl.run.set_up import load_in_rank
 from rl.tools.commands import launch
 
@@ -88,6 +90,24 @@ def test_a_batch_file_starts_the_right_commands_on_each_node(
     lines = [line for line in done.stdout.split("\n") if line.startswith("node ")]
     assert sorted(line for line in lines if pool_nodes == 0 or " ray start" in line) == expected
     assert sum(" rl train " in line for line in lines) == nodes
+
+
+def test_the_kubernetes_file_starts_a_run_without_problems_and_its_judge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, judge = ((tiny_config.REPO / "scripts" / name).read_text("utf-8")
+                   for name in ("kubernetes.yaml", "serve_judge.sh"))  # fmt: skip
+    values = dict(re.findall(r'\{name: (APP__\w+), value: "?(.+?)"?\}', text))
+    monkeypatch.setenv("VLLM_API_KEY", "0123456789")
+    [(ranks, file, key)] = re.findall(
+        r'command: \[rl, train, --nproc, "(\d+)", (.+)\]\n +args: \[(.+)\] #', text
+    )
+    config = load_config(file, [key], values)
+    assert config.world_size == int(ranks) and check_report.problems(config, False) == []
+    [(name, port)] = re.findall(r"kind: Service\n.+name: (.+)\}\n.+\n.+\n.+port: (\d+)", text)
+    assert config.judge.api_base == f"http://{name}:{port}" and f"/dev/tcp/{name}/{port}" in text
+    # For a service `judge` Kubernetes would set JUDGE_PORT, to another kind of value.
+    assert f"JUDGE_PORT:-{port}" in judge and f"{name.upper().replace('-', '_')}_PORT" not in judge
 
 
 def printed(program: str) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -311,6 +312,50 @@ LISTED = [
 def test_a_script_does_what_it_says(copy: Path, starts: list[Start]) -> None:
     for start in starts:
         check(copy, start)
+
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+BUILDER = f"""set -e
+ENV() {{ export "$@"; }}
+RUN() {{ "$@"; }}
+COPY() {{
+    mkdir -p "${{!#}}"
+    for file in "${{@:2:$#-2}}"; do
+        grep -qxF "!${{file%%/*}}" {ROOT}/.dockerignore
+        cp "{ROOT}/$file" "${{!#}}"
+    done
+}}
+"""
+"""With these, bash runs lines of a Dockerfile. COPY wants what .dockerignore lets pass."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lock", "calls"),
+    [
+        (CPU, [FROM_INDEX, f"pip {LOCKED}", f"pip {LOCAL}"]),
+        (GPU, [f"pip --no-deps --require-hashes -r {GPU}", f"pip {LOCAL}"]),
+    ],
+)
+def test_the_image_installs_its_lock_from_what_it_copied(
+    tmp_path: Path, lock: str, calls: list[str]
+) -> None:
+    """The steps between root's and `COPY . .`, in an empty folder."""
+    steps = DOCKERFILE.partition("\nWORKDIR /vlm-edit-rl")[2].partition("COPY --chown=rl . .")[0]
+    steps = f"{BUILDER}LOCK={lock}{steps.replace('/vlm-edit-rl', str(tmp_path))}"
+    check(tmp_path, Start(steps, calls=calls, made=machine()))
+    # Without a file there, `pip install -e .` links neither package.
+    assert all((tmp_path / package / "__init__.py").is_file() for package in ("rl", "tiny_world"))
+    assert re.search(rf"LOCK={lock}\s", DOCKERFILE)
+
+
+def test_the_image_has_a_supported_python_and_gets_no_run_or_key() -> None:
+    low, high = map(int, re.findall(r"3\.(\d+)", PROJECT["requires-python"]))
+    assert {low < int(n) < high for n in re.findall(r"python3\.(\d+)-", DOCKERFILE)} == {True}
+    everything, *rules = re.findall(r"^[^#\n].*", (ROOT / ".dockerignore").read_text(), re.M)
+    kept = {rule[1:] for rule in rules if rule[0] == "!"}
+    assert everything == "*" and all((ROOT / name).exists() for name in kept)
+    assert kept & {"configs", "rl", ".git", ".venv", "runs", "wandb"} == {"configs", "rl"}
 
 
 @pytest.mark.slow

@@ -99,8 +99,8 @@ def _trained(source: str, args: argparse.Namespace) -> Trained:
 
 
 def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, Any]) -> RunConfig:
-    """The config of an evaluation. `changes`: sections in place of the policy's own. If its judge is
-    among them, they are those of the first policy of the command, and trusted like that.
+    """The config of an evaluation. `changes`: sections in place of the policy's own. If the judge
+    is among them, they are those of the first policy of the command, and trusted like that.
 
     Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
