@@ -95,11 +95,12 @@ def test_the_plugins_of_the_docs_work_as_printed(
     for code in plugins:
         (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
     assert len(plugins) == 5
-    assert printed("README.md", "Write a reward")[0].startswith(plugins[0])
     assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
+    code, _, more = printed("README.md", "Write a reward")[0].rpartition("\n\n")
+    (tmp_path / "my_plugins/brief.py").write_text(code)
     (tmp_path / "wishes.txt").write_text("a red cat\n\na blue dog\n")
     monkeypatch.syspath_prepend(tmp_path)
-    values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }}"))
+    values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }} + {{ {more} }}"))
     values["data"]["train"][0]["path"] = str(tmp_path / "wishes.txt")
     qwen = {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"}
     config = load_config(
@@ -111,13 +112,13 @@ def test_the_plugins_of_the_docs_work_as_printed(
     [source] = build.build_data(resolved, resolved.train)
     assert (len(source), source.num_skipped) == (2, 1)
     assert source[1].instruction == "a blue dog"
-    bright, colours = (
+    brief, bright, colours = (
         plugin.cls(plugin.config, Resources(None, "cpu")) for plugin in resolved.rewards.values()
     )
     grey = Image.new("RGB", (4, 4), (51, 51, 51))
     gradient = Image.linear_gradient("L")
     inputs = [RewardInput(Sample("a", "b"), "c", image) for image in (grey, gradient)]
-    assert bright.grade(inputs[0]) == pytest.approx(0.2)
+    assert bright.grade(inputs[0]) == pytest.approx(0.2) and brief.grade(inputs[0]) == 1.0
     plain, rich = colours.score_group(inputs)
     job = RenderJob(source[0], "a poster", noise_seed=0)
     poster = resolved.renderer.cls(resolved.renderer.config, Resources(None, "cpu"))
@@ -226,6 +227,11 @@ SIMULATED = "python -m benchmarks.audit_power"
 OPERATIONS = "python -m benchmarks.picture_flops"
 DEFECTS = "python -m benchmarks.judge_defects"
 QUOTED = [
+    ("README.md", "20 sound runs gave no alarm", "python -m benchmarks.chain_faults",
+     "chain_faults.md", "## Sound runs"),
+    ("README.md", "none of 91 kills during a save lost anything", "python -m benchmarks.faults.saves",
+     "faults.md", "## Kill -9 before each operation on a file of a save"),
+    ("README.md", "it ran for 14 minutes, on one H100", BENCH, "gpu.md", ""),
     ("README.md", "about 150 s of training", SEEDS, "seeds.md", ""),
     ("README.md", "two iterations of a 7B policy with a 20B editor", BENCH, "gpu.md", "## Memory"),
     ("README.md", "rose by 0.27", SEEDS, "seeds.md", WANDER),
