@@ -229,8 +229,8 @@ DEFECTS = "python -m benchmarks.judge_defects"
 QUOTED = [
     ("README.md", "20 sound runs gave no alarm", "python -m benchmarks.chain_faults",
      "chain_faults.md", "## Sound runs"),
-    ("README.md", "none of 91 kills during a save lost anything", "python -m benchmarks.faults.saves",
-     "faults.md", "## Kill -9 before each operation on a file of a save"),
+    ("README.md", "none of 91 kills during a save lost anything",
+     "python -m benchmarks.faults.saves", "faults.md", "## Kill -9 before each operation on a file of a save"),
     ("README.md", "it ran for 14 minutes, on one H100", BENCH, "gpu.md", ""),
     ("README.md", "about 150 s of training", SEEDS, "seeds.md", ""),
     ("README.md", "two iterations of a 7B policy with a 20B editor", BENCH, "gpu.md", "## Memory"),

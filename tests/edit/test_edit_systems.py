@@ -360,7 +360,7 @@ def test_an_evaluation_reproduces_those_of_the_run(
         rewards.append(sum(row["reward"] for row in records) / len(records))
         assert (folder / "metrics.jsonl").is_file()
     shown = capsys.readouterr().out
-    assert f"{rewards[0]:.3f} -> {rewards[1]:.3f}" in shown and "3 samples, 0 not graded" in shown
+    assert f"{rewards[0]:.3f} -> {rewards[1]:.3f}" in shown and "3 samples, 3 graded" in shown
     with patch.object(evaluation, "open_judges", None):  # it is there, and asks nobody
         assert evaluation.main(command) == 0
     assert f"{rewards[0]:.3f} -> {rewards[1]:.3f}" in capsys.readouterr().out

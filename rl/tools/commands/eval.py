@@ -44,11 +44,10 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import first_samples, usable
 from rl.run.evaluation import evaluate
-from rl.run.paired import interval
 from rl.run.set_up import load_models, open_judges
-from rl.tools.commands.report import compare, lines, parts_of, write_comparison
+from rl.tools.commands.report import compare, lines, write_comparison
 from rl.tools.commands.score import judge_errors_as_sentences
-from rl.tools.report.page import INTERVAL, Page, changes_of, context
+from rl.tools.report.page import INTERVAL, Page, summary
 from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
 from rl.tools.trained import (
     READ,
@@ -219,24 +218,13 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
 
 def _show(folder: Path) -> int:
     """Print an evaluation's scores, and write its page. Returns how many samples have none."""
-    [evaluation] = read_evaluations(folder)
-    records = evaluation.records
-    # Each sample is paired with itself: the values are these scores.
-    changes = changes_of(records, records)
-    num_ungraded = len(records) - (len(changes[0].rewards) if changes else 0)
-    changes += changes_of(records, records, parts_of, lambda row, name: parts_of(row).get(name))
-    width = max((len(change.name) for change in changes), default=0)
-    text = [f"{folder.name}: {len(records)} samples, {num_ungraded} not graded"]
-    for change in changes:
-        bounds = interval([value for value, _ in change.rewards], change.shown)
-        spread = f"95 % {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval"
-        text.append(f"  {change.name:{width}}  {change.after:.3f}   ({spread})")
+    evaluations = read_evaluations(folder)
     rows = read_named(folder / "metrics.jsonl", "iteration")
     # An evaluation has nothing that it could have drifted from.
     metrics = [{key: row[key] for key in row if not key.startswith("drift/")} for row in rows]
-    printing.show("\n".join([*text, *(f"  {line}" for line in context(metrics))]))
+    printing.show("\n".join([folder.name, *summary(metrics, evaluations)]))
     print(f"  page: {Page(folder).write()}")
-    return num_ungraded
+    return sum(row.get("reward") is None for row in evaluations[0].records.values())
 
 
 def _parser() -> printing.Parser:

@@ -48,6 +48,7 @@ from rl.tools.report.reading import (
     named_rows,
     number,
     own_folder,
+    parts_of,
     picture,
     points,
     read_config,
@@ -150,12 +151,6 @@ def compare(run: Path, other: Path) -> Comparison:
             result.samples.append((after - before, old, new))
     result.samples.sort(key=lambda sample: -sample[0])
     return result
-
-
-def parts_of(row: Record) -> Mapping[str, Any]:
-    """The numbers behind a held-out reward, by name."""
-    parts = row.get("parts")
-    return parts if isinstance(parts, Mapping) else {}
 
 
 def _why_not(

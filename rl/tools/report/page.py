@@ -39,6 +39,7 @@ from rl.tools.report.reading import (
     number,
     own_folder,
     part_names,
+    parts_of,
     picture,
     points,
     read_config,
@@ -102,6 +103,12 @@ class Change:
             return "no interval"
         return f"{self.interval[0]:+.3f} to {self.interval[1]:+.3f}"
 
+    @cached_property
+    def interval_after(self) -> str:
+        """95 % interval of the mean afterwards, as that of the gain."""
+        bounds = interval([new for _, new in self.rewards], self.shown)
+        return f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval"
+
     def sentence(self, width: int) -> str:
         """One line: means, their difference with its interval, number of samples."""
         interval = f"95 % {self.interval_text}" if self.interval else self.interval_text
@@ -157,13 +164,30 @@ def changes_of(
     return [change_of[name] for name in sorted(change_of)]
 
 
+def scores(evaluation: Evaluation) -> list[Change]:
+    """The values of an evaluation, of all samples, by category and by part of the reward: each
+    sample is paired with itself."""
+    records = evaluation.records
+    parts = changes_of(records, records, parts_of, lambda row, name: parts_of(row).get(name))
+    return [*changes_of(records, records), *parts]
+
+
 def summary(
     metrics: Sequence[Record], evaluations: Sequence[Evaluation], control: bool = False
 ) -> list[str]:
     """The lines of the report. `control`: the run's rewards are shuffled."""
     result = learnt(evaluations)
-    if result is None:
+    if not evaluations:
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
+    elif result is None:
+        [evaluation] = evaluations
+        changes = scores(evaluation)
+        width = max((len(change.name) for change in changes), default=0)
+        num_graded = len(changes[0].rewards) if changes else 0
+        counts = f"{len(evaluation.records)} samples, {num_graded} graded"
+        lines = [f"Held-out scores after {evaluation.iteration} iterations ({counts})"]
+        for each in changes:
+            lines.append(f"  {each.name:{width}}  {each.after:.3f}   (95 %: {each.interval_after})")
     else:
         width = max((len(change.name) for change in result.changes), default=0)
         since = f"after {result.before}" if result.before else "before training"
@@ -434,11 +458,13 @@ class Page:
             "curves": CURVES,
         }
         done = max((int(row["iteration"]) for row in metrics), default=0)
+        found = read_evaluations(self.run_dir)
         page = template("index.html.j2").render(
             name=str(name or self.run_dir.resolve().name),
             progress=f"{done:,} of {config.get('num_iterations', '?')} iterations, "
             f"{len(evaluations)} held-out evaluations, {sum(groups):,} groups on record",
-            learnt=learnt(read_evaluations(self.run_dir)),
+            learnt=learnt(found),
+            scores=scores(found[0]) if len(found) == 1 else [],
             interval=INTERVAL,
             context=context(metrics),
             alarms=alarms(metrics, config, damaged),

@@ -187,6 +187,12 @@ def is_control(config: Mapping[str, Any]) -> bool:
     return isinstance(algorithm, Mapping) and bool(algorithm.get("shuffle_rewards"))
 
 
+def parts_of(record: Record) -> Mapping[str, Any]:
+    """The numbers behind a reward, by name."""
+    parts = record.get("parts")
+    return parts if isinstance(parts, Mapping) else {}
+
+
 def words_of(record: Record) -> object:
     """What the policy wrote, without its thought if there was one."""
     return record.get("words", record.get("completion"))
@@ -380,14 +386,12 @@ def part_names(rows: Iterable[Record]) -> list[str]:
     """The names of the reward's parts, in the order of their first occurrence."""
     names: dict[str, None] = {}
     for row in rows:
-        parts = row.get("parts")
-        names |= dict.fromkeys(parts if isinstance(parts, Mapping) else ())
+        names |= dict.fromkeys(parts_of(row))
     return [str(name) for name in names]
 
 
 def _parts(row: Record, names: Sequence[str]) -> list[float | None]:
-    parts = row.get("parts")
-    return [rounded(parts.get(name)) if isinstance(parts, Mapping) else None for name in names]
+    return [rounded(parts_of(row).get(name)) for name in names]
 
 
 def group_row(
