@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import holds, refusal
 from tiny_run import run_config
 
+from rl import build
+from rl.api.types import Sample
+from rl.config.schema import load_config
 from rl.model_files import read_config
 from rl.tools.commands import eval as evaluation
 from rl.tools.commands import score
-from rl.tools.trained import config_for_use, load_trained
+from rl.tools.trained import Trained, config_for_use, load_trained
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -77,6 +81,19 @@ def test_an_evaluation_gives_a_strangers_judge_and_code_no_data(
     values = run_config().model_dump(mode="json") | sections
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert holds(refusal(evaluation.main, [str(tmp_path)]), f"{what} ... --trust")
+
+
+def test_an_evaluation_of_other_rows_pictures_or_weights_is_another(tmp_path: Path) -> None:
+    resolved = build.resolve(load_config(CONFIGS / "quickstart.jsonnet"))
+    red, blue = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
+    sample = Sample("a", "dusk", (red,))
+    others = [{"instruction": "dawn"}, {"sources": (blue,)}, {"target": blue}, {"hidden": {"x": 1}}]
+    samples = [sample, *(replace(sample, **other) for other in others)]
+    trained = Trained(tmp_path, True, {})
+    digests = [evaluation._digest(trained, resolved, [each]) for each in samples]
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other weights under the same path")
+    digests.append(evaluation._digest(trained, resolved, [sample]))
+    assert len(set(digests)) == 6
 
 
 def test_what_a_score_lacks_is_named(

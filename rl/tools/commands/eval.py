@@ -30,19 +30,21 @@ from typing import Any
 
 from rl import build, printing
 from rl.api import find
+from rl.api.types import Sample
 from rl.build import Resolved
 from rl.check.compatibility import READABLE
 from rl.check.this_machine import fetch_small_files, fetch_weights
-from rl.config.loading import not_a_file, read_bytes
+from rl.check.trials import identity
+from rl.config.loading import not_a_file
 from rl.config.schema import ConfigError, DataConfig, RunConfig
 from rl.console import Console
-from rl.files import MAX_ROWS_BYTES
 from rl.judge.http import BackgroundLoop
 from rl.printing import excerpt
 from rl.progress import PhaseTimer, shown_on
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import first_samples, usable
+from rl.run.checks import contents_of
 from rl.run.evaluation import evaluate
 from rl.run.set_up import load_models, open_judges
 from rl.tools.commands.report import compare, lines, write_comparison
@@ -162,33 +164,17 @@ def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
 
 def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> Path:
     """Evaluate on the first `args.samples` held-out samples (0: on all rows of `args.data`, or as
-    many as the config's own evaluations have). Returns the folder, below
-    `config.base_exp_dir`: that of a run with one evaluation, so `rl report` reads it, too. A folder
-    that is complete is left as it is; in another, replies of the judge are used again.
+    many as the config's own evaluations have). Returns the folder, below `config.base_exp_dir`:
+    that of a run with one evaluation, so `rl report` reads it, too. A folder that is complete is
+    left as it is; in another, replies of the judge are used again.
 
     Raises ValueError (also ConfigError) for problems that the user can fix.
     """
-    text = json.dumps([config.model_dump(mode="json"), args.samples])
-    digest = hashlib.sha256(text.encode())
-    for section in config.data.validation:
-        if (path := section.get("path")) and not not_a_file(path):
-            digest.update(read_bytes(path, MAX_ROWS_BYTES))
-    weights = UNTRAINED if trained.untrained else f"{trained.iterations or 'adapter'}"
-    name = f"{Path(trained.name).stem}-{weights}-{digest.hexdigest()[:8]}"
-    config = config.model_copy(update={"run_name": name})
-    folder, dist = config.run_dir, Dist(device=pick_device(args.device))
-    if (folder / "metrics.jsonl").is_file():
-        return folder
     resolved, console = build.resolve(config), Console(True)
-    if problems := fetch_small_files(resolved) or fetch_weights(resolved):
-        raise ConfigError(problems)
     on_bad_row = config.data.on_bad_row
     with ExitStack() as stack:
         stack.enter_context(judge_errors_as_sentences())
         stack.enter_context(shown_on(console))
-        record = RunRecord(folder, config, dist)
-        record.claim()
-        stack.callback(record.release)
         sources = build.build_data(resolved, resolved.validation)
         for source in sources:
             stack.callback(source.close)
@@ -197,6 +183,18 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         held_out = first_samples(sources, num, on_bad_row)
         if not held_out:
             raise ValueError(f"{trained.name}: the held-out data have no row that can be used")
+        weights = UNTRAINED if trained.untrained else f"{trained.iterations or 'adapter'}"
+        name = f"{Path(trained.name).stem}-{weights}-{_digest(trained, resolved, held_out)}"
+        config = config.model_copy(update={"run_name": name})
+        resolved = replace(resolved, config=config)
+        folder, dist = config.run_dir, Dist(device=pick_device(args.device))
+        if (folder / "metrics.jsonl").is_file():
+            return folder
+        if problems := fetch_small_files(resolved) or fetch_weights(resolved):
+            raise ConfigError(problems)
+        record = RunRecord(folder, config, dist)
+        record.claim()
+        stack.callback(record.release)
         loop = stack.enter_context(BackgroundLoop("judge"))
         judges, _ = open_judges(resolved, dist, loop, stack, console, held_out[0])
         for key, judge in judges.items():
@@ -214,6 +212,20 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         record.write_config()
         record.write_metrics(trained.iterations, dist.reduce(metrics))
     return folder
+
+
+def _digest(trained: Trained, resolved: Resolved, held_out: Sequence[Sample]) -> str:
+    """Of all that decides an evaluation's result: config, judge's prompts, samples, weights."""
+    rows = [[*contents_of(s), s.id, s.instruction, repr(s.hidden)] for s in held_out]
+    identities = [identity(part) for part in resolved.by_judge.values()]
+    facts = [resolved.config.model_dump(mode="json"), identities, rows]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for sample in held_out:
+        digest.update(sample.target.tobytes() if sample.target else b"")
+    names = ("../manifest.json", "adapter_model.safetensors", "adapter_model.bin")
+    for file in () if trained.untrained else map(trained.model.joinpath, names):
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()[:8]
 
 
 def _show(folder: Path) -> int:
