@@ -292,7 +292,7 @@ def test_recommended_keys_are_keys_of_a_config() -> None:
         words |= {"=".join(pair) for pair in re.findall(r'\{"(\w+\.\w+)": "(\w+)"\}', text)}
     assert len(words) >= 4
     for word in {*words, "gpu_gb=80", "world_size=8", "renderer.batch_size=2"}:
-        load_config("configs/quickstart.jsonnet", [word])
+        tiny_config.shipped("quickstart", word)
 
 
 def test_a_line_has_at_most_80_columns() -> None:
