@@ -74,9 +74,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Slow tests: half of the files have none, and each worker would import them."""
-    is_asked = config.option.markexpr == "slow" and collection_path.suffix == ".py"
-    return (is_asked and "mark.slow" not in collection_path.read_text(encoding="utf-8")) or None
+    """Files without a test of the tier: half have no slow one, an eighth is slow as a whole. Each
+    worker would import them."""
+    if config.option.markexpr not in TIERS or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    all_slow = "\npytestmark = pytest.mark.slow\n" in text
+    return ("mark.slow" not in text if config.option.markexpr == "slow" else all_slow) or None
 
 
 @pytest.hookimpl(trylast=True)
