@@ -3,7 +3,7 @@
 local edits(name, coefficient) = {
   type: 'emu3_tokens',
   path: std.extVar('APP__DATA_DIR')
-        + '/earl-datasets/%s/train/list/tokenized_datalist.json' % name,
+        + '/earl-datasets/' + name + '/train/list/tokenized_datalist.json',
   coefficient: coefficient,
 };
 

@@ -334,6 +334,11 @@ _BASE = re.compile(r"^\(import (['\"])(.+?)\1\)", re.MULTILINE)
 _MISSING = re.compile(r"undefined external variable: (\w+)(.*)")
 _WORD = re.compile(r"(?!(std|true|false|null)\b)[A-Za-z_/.][\w./:~-]*|\d+(-\d+)+", re.ASCII)
 """Names and paths, which Jsonnet refuses (`cuda`, `runs/mine`), and dates, which it subtracts."""
+_PLAIN = re.compile(
+    r"true|false|null|-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?(e-?[0-9]{1,2})?"
+    r"""|(["'])[^"'\\\x00-\x1f]*\4"""
+)
+"""Jsonnet that is its own value, so that no interpreter is started for it."""
 
 
 def evaluate(
@@ -351,11 +356,12 @@ def evaluate(
     """
     try:  # in a thread, because no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
-            job = pool.apply_async(_evaluate, (path, overrides, env, kept))
-            text, problems = job.get(MAX_S)
+            text, problems = pool.apply_async(_evaluate, (path, overrides, env, kept)).get(MAX_S)
     except multiprocessing.TimeoutError:
-        reason = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
-        return None, [f"{path} with its overrides: {reason}"]
+        return None, [
+            f"{path} with its overrides: took longer than {MAX_S:g} s: a recursion or list without "
+            "end, or a huge import?"
+        ]
     values = None if text is None else json.loads(text)
     if values is None or isinstance(values, dict):
         return values, problems
@@ -384,8 +390,9 @@ def _evaluate(
 
     def run(text: str) -> str:
         # mypy knows no types of `_jsonnet`.
-        folders = [str(configs_folder())]
-        return str(_jsonnet.evaluate_snippet("", text, ext_vars=variables, jpathdir=folders))
+        return str(
+            _jsonnet.evaluate_snippet("", text, ext_vars=variables, jpathdir=str(configs_folder()))
+        )
 
     text = f"import {json.dumps(str(path.resolve()))}" if kept is None else json.dumps(kept)
     try:
@@ -427,7 +434,7 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
     if _WORD.fullmatch(text):
         return json.dumps(text)
     try:
-        return run(text)
+        return text if _PLAIN.fullmatch(text) else run(text)
     except RuntimeError as error:
         if re.search(r"^[{\['\"]|std\.extVar|import *['\"]", text):
             why = str(error).partition("\n")[0]

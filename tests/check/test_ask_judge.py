@@ -21,7 +21,7 @@ from rl import build
 from rl.api.types import Sample
 from rl.check import check_report
 from rl.check.trials import JudgeCheck, ask_judge
-from rl.config.schema import RunConfig, load_config
+from rl.config.schema import RunConfig
 from rl.simple_launch import main
 from tiny_world.judge_server import JudgeServer
 
@@ -171,7 +171,7 @@ def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
 def test_the_tiny_judge_grades_the_first_training_sample(name: str) -> None:
     """The samples of `tiny_earl` have no picture before its renderer is loaded."""
-    resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
+    resolved = build.resolve(tiny_config.evaluated(name))
     [source] = build.build_data(resolved, resolved.train)
     with JudgeServer(resolved.config.judge.model) as judge:
         outcome = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))

@@ -6,18 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_config
+from tiny_config import evaluated as shipped
 from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, memory_plan
 from rl.check.compatibility import memory_problems, plugin_problems
-from rl.config.schema import RunConfig, load_config
+from rl.config.schema import RunConfig
 from rl.ranks.dist import Machine
 from rl.simple_launch import main
 
@@ -282,14 +282,6 @@ def test_the_report_says_what_is_kept_for_the_backward(
     assert f"kept for backward {tokens} tokens on each rank, {remark}" in lines
     forwarded_again = any(line.startswith("activations of one forward") for line in lines)
     assert forwarded_again == (remark != "all there can be")
-
-
-@cache
-def shipped(name: str, *overrides: str) -> RunConfig:
-    """A shipped config, with the values that its Jsonnet derives from the overrides."""
-    if not overrides:
-        return tiny_config.shipped(name)
-    return load_config(f"configs/{name}.jsonnet", overrides, tiny_config.ENVIRONMENT)
 
 
 def unfit(config: RunConfig, gpu_gb: float) -> list[str]:

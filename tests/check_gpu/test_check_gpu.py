@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import subprocess
@@ -31,6 +30,7 @@ from rl.tools.commands import check_gpu
 from rl.tools.gpu_checks import Line, Setup, Step, result, shareable
 
 TESTS = Path(__file__).resolve().parents[1]
+CHILDREN_PATH = f"{TESTS / 'helpers'}:{TESTS.parent}"
 H100 = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 12"
 Smi = Callable[..., None]
 
@@ -149,35 +149,51 @@ def step(function: str, limit_s: float = 600.0, name: str = "planted", **more: A
     return Step(name, f"tiny_gpu_faults:{function}", limit_s, **more)
 
 
-def lines_of(function: str, folder: Path, limit_s: float = 600.0) -> list[Line]:
+def lines_of(function: str, folder: Path) -> list[Line]:
     setup = setup_in(folder)
-    [(name, _)] = gpu_checks.run([step(function, limit_s)], setup, 600)
+    [(name, _)] = gpu_checks.run([step(function)], setup, 600)
     return gpu_checks.results(setup, name)
 
 
 @pytest.fixture(autouse=True)
 def children_find_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "helpers"), str(TESTS.parent)]))
+    monkeypatch.setenv("PYTHONPATH", CHILDREN_PATH)
+
+
+LIMITS = {"hanging": 6.0, "with_a_grandchild": 6.0, "killed": 60.0, "out_of_memory": 60.0,
+          "noisy": 60.0}  # fmt: skip
+"""Seconds of the steps that `children` runs; two at a time."""
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
+    """The lines of each."""
+    setup = setup_in(tmp_path_factory.mktemp("children"))
+    steps = [step(function, limit_s, function) for function, limit_s in LIMITS.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", CHILDREN_PATH)
+        list(gpu_checks.run(steps, setup, 600))
+    return {function: gpu_checks.results(setup, function) for function in LIMITS}
 
 
 @pytest.mark.parametrize(
-    ("function", "limit_s", "parts"),
+    ("function", "parts"),
     [
-        ("killed", 60.0, "FAIL ... planted: ended by SIGKILL ... fix: host memory"),
-        ("hanging", 4.0, "FAIL ... no end within 4 s, in hanging (tiny_gpu_faults.py ... fix: "),
-        ("out_of_memory", 60.0, "FAIL ... CUDA out of memory in place.py ... fix: end other"),
+        ("killed", "FAIL ... killed: ended by SIGKILL ... fix: host memory"),
+        ("hanging", "FAIL ... no end within 6 s, in hanging (tiny_gpu_faults.py ... fix: "),
+        ("out_of_memory", "FAIL ... CUDA out of memory in place.py ... fix: end other"),
     ],
 )
 def test_a_child_that_does_not_end_well_is_a_line(
-    tmp_path: Path, function: str, limit_s: float, parts: str
+    children: dict[str, list[Line]], function: str, parts: str
 ) -> None:
-    before, line = lines_of(function, tmp_path, limit_s)
+    before, line = children[function]
     assert before == result("before it", True)
     assert holds(told(line), parts)
 
 
-def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
-    assert lines_of("noisy", tmp_path) == [result("the only one", True)]
+def test_what_libraries_print_is_no_line(children: dict[str, list[Line]]) -> None:
+    assert children["noisy"] == [result("the only one", True)]
 
 
 def test_the_deadline_ends_a_step_and_starts_no_other(
@@ -211,8 +227,8 @@ def test_steps_run_side_by_side_where_memory_allows_it(
     assert (b.data["at_s"] < a_end.data["at_s"]) == overlap
 
 
-def test_what_a_killed_step_started_is_gone(tmp_path: Path) -> None:
-    measured, line = lines_of("with_a_grandchild", tmp_path, 4.0)
+def test_what_a_killed_step_started_is_gone(children: dict[str, list[Line]]) -> None:
+    measured, line = children["with_a_grandchild"]
     assert "no end within" in line.note
     wait_for(lambda: is_gone(int(measured.data["pid"])))
 
@@ -292,7 +308,7 @@ def test_recommended_keys_are_keys_of_a_config() -> None:
         words |= {"=".join(pair) for pair in re.findall(r'\{"(\w+\.\w+)": "(\w+)"\}', text)}
     assert len(words) >= 4
     for word in {*words, "gpu_gb=80", "world_size=8", "renderer.batch_size=2"}:
-        load_config("configs/quickstart.jsonnet", [word])
+        tiny_config.shipped("quickstart", word)
 
 
 def test_a_line_has_at_most_80_columns() -> None:

@@ -98,6 +98,7 @@ def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None
 def test_a_word_is_a_string_unless_jsonnet_knows_it(tmp_path: Path) -> None:
     path = tiny_config.write(tmp_path, {})
     known = {"a": ("std.pi", math.pi), "b": ("true", True), "c": ("null", None)}
+    known |= {"j": ("-0.5e2", -50), "k": ("'a b'", "a b"), "l": ("'a' + 'b'", "ab")}
     words = {"d": "cuda:0", "e": "true/b", "f": "stdx", "g": "self.a", "h": "local", "i": "~std.pi"}
     overrides = [f"{key}={text}" for key, (text, _) in known.items()]
     overrides += [f"{key}={text}" for key, text in words.items()]

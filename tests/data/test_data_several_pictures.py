@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
+import tiny_config
 from datasets import Dataset, Features, List, Value
 from PIL import Image
 from tiny_edits import complaint, edits
@@ -15,7 +16,6 @@ from tiny_messages import holds
 from rl import build
 from rl.api.data import RowRules
 from rl.api.types import Sample
-from rl.config.schema import load_config
 from rl.data.sources import EditJsonl, HfDataset
 
 INSTRUCTION = {"instruction": "paint it"}
@@ -54,7 +54,7 @@ def test_sources_stay_transparent_if_the_renderer_reads_transparency(folder: Pat
     assert kept.target is not None and kept.target.getpixel((0, 0)) == (255, 255, 255)
     assert colours(load(folder, row)[0]) == [(255, 255, 255), (255, 0, 0)]
     for config, reads in (("tiny_qwen_image_21", True), ("quickstart", False)):
-        resolved = build.resolve(load_config(f"configs/{config}.jsonnet"))
+        resolved = build.resolve(tiny_config.evaluated(config))
         assert build.row_rules(resolved).keeps_transparency == reads
 
 

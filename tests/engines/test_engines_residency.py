@@ -8,7 +8,6 @@ import pytest
 import tiny_config
 
 from rl import build
-from rl.config.schema import load_config
 from rl.console import Console
 from rl.ranks.dist import Dist, Machine
 from rl.run import set_up
@@ -19,10 +18,7 @@ def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folde
     anything. `others`: memory of the other ranks' GPUs, GB."""
     monkeypatch.setattr(set_up, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
     monkeypatch.setattr(Dist, "gather", lambda self, value: [value, *others])
-    needed = ("BASE_EXP_DIR", "REWARD_FUNCTION_API_BASE", "RUN_NAME")
-    env = {f"APP__{name}": "set" for name in needed}
-    config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
-    resolved = build.resolve(config)
+    resolved = build.resolve(tiny_config.evaluated("qwen_image_edit", *overrides))
     policy = SimpleNamespace(engine_folder=lambda: folder)
     return set_up._engine_memory(resolved, policy, Dist(device=device), Console(True))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_config
 import torch
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine import arg_utils
@@ -17,15 +18,7 @@ from rl import build
 from rl.api.engine import EngineClaim, EngineSetup
 from rl.check import memory_plan
 from rl.check.memory_plan import PolicyModel
-from rl.config.schema import load_config
 from rl.engines import vllm as vllm_engine
-
-ENVIRONMENT = {
-    "APP__BASE_EXP_DIR": "runs",
-    "APP__RUN_NAME": "mine",
-    "APP__REWARD_FUNCTION_API_BASE": "http://judge:4877",
-    "APP__DATA_DIR": "nowhere",
-}
 
 
 def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tuple[int, float]:
@@ -54,7 +47,9 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
     ["qwen_image_edit", "sft_s__rl_sc", "vlm_reasoning", "prompt_enhancement", "one_gpu_80gb"],
 )
 def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
-    config = load_config(f"configs/{name}.jsonnet", [f"gpu_gb={gpu_gb}"], ENVIRONMENT)
+    config = tiny_config.evaluated(name)
+    if config.gpu_gb != gpu_gb:
+        config = tiny_config.evaluated(name, f"gpu_gb={gpu_gb}")
     sizes = memory_plan.sizes(build.resolve(config))
     assert sizes is not None
     planned = memory_plan.plan(sizes, gpu_gb)

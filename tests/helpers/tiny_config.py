@@ -36,8 +36,9 @@ ENVIRONMENT = {
 
 
 @cache
-def _shipped(name: str) -> RunConfig:
-    return load_config(f"configs/{name}.jsonnet", env=ENVIRONMENT)
+def evaluated(name: str, *overrides: str) -> RunConfig:
+    """A shipped config, with the values that its Jsonnet derives from the overrides."""
+    return load_config(f"configs/{name}.jsonnet", overrides, ENVIRONMENT)
 
 
 def changed(values: dict[str, Any], *changes: str) -> dict[str, Any]:
@@ -59,7 +60,9 @@ def changed(values: dict[str, Any], *changes: str) -> dict[str, Any]:
 def shipped(name: str, *changes: str) -> RunConfig:
     """A shipped config with changes. Derived values stay, as evaluating the Jsonnet again would
     take a fifth of a second."""
-    return RunConfig.model_validate_json(json.dumps(changed(_shipped(name).model_dump(), *changes)))
+    return RunConfig.model_validate_json(
+        json.dumps(changed(evaluated(name).model_dump(), *changes))
+    )
 
 
 def validated(values: dict[str, Any]) -> RunConfig:

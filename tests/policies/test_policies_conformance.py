@@ -7,6 +7,7 @@ import copy
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -233,11 +234,19 @@ def test_the_command_needs_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert execv.call_args.args[1][-2:] == ["rl.tools.conformance", "nothing"]
 
 
-def test_the_command_hands_over_what_it_was_given() -> None:
-    words = ["my.jsonnet", "a=1", "--conformance=emu3", "--check"]
-    command = [sys.executable, "-m", "rl.simple_launch", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "my.jsonnet: no such config" in done.stderr, done.stderr
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_the_command_hands_over_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.execv", execv := Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        simple_launch.main(["my.jsonnet", "a=1", "--conformance=emu3", "--check"])
+    *_, option, module, plugin, config, override = execv.call_args.args[1]
+    assert (option, plugin, override) == ("-m", "emu3", "a=1")
+    monkeypatch.setattr(sys, "argv", [module, plugin, config, override])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 1 and "my.jsonnet: no such config" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tiny_config
 
 from benchmarks.judge_defects import DefectiveJudge
 from rl import build
 from rl.check import check_report, trials
 from rl.check.trials import judge_passed
-from rl.config.schema import load_config
 from rl.console import Console
 from rl.files import write_atomically
 from rl.judge.client import JudgeClient, JudgeError
@@ -50,7 +50,7 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
     with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
 
         def passes(*changes: str, key: str = "judge") -> bool | None:
-            resolved = build.resolve(load_config("configs/quickstart.jsonnet", [*FEW, *changes]))
+            resolved = build.resolve(tiny_config.evaluated("quickstart", *FEW, *changes))
             client = JudgeClient(resolved.by_judge[key].config.judge, judge.api_base)
             try:
                 arguments = (client, folder / "judge_0.log", Dist(), loop, Console(True))
@@ -96,7 +96,7 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
         assert passes("judge.audit=warn") is False
         assert "failed its audit" in capsys.readouterr().err
         assert passes("judge.audit_min_auroc=0")
-    config = load_config("configs/quickstart.jsonnet", FEW)
+    config = tiny_config.evaluated("quickstart", *FEW)
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
     file = tmp_path / trials.FILE
