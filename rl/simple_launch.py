@@ -118,17 +118,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         problems = check_report.explained(problems, args.config, args.overrides)
         printing.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
-    drops = check_report.dropped(args.config, args.overrides, resolved)
-    for title, lines in check_report.remarks(resolved, drops).items():
+    for title, lines in check_report.remarks(
+        resolved, check_report.dropped(args.config, args.overrides, resolved)
+    ).items():
         for line in lines:
             say(f"{title}: {line}")
     for line in this_machine.busy_lines(resolved):
         say(line)
-    num_ranks = config.world_size // args.nnodes
-    checked_rows = config.run_dir / "logs/checked_rows.json"
+    # One per node: launchers of several nodes start at the same time.
+    checked_rows = config.run_dir / f"logs/checked_rows.{args.node_rank}.json"
     write_atomically(checked_rows, json.dumps(data.checked))
     os.environ[build.CHECKED_ROWS] = str(checked_rows.resolve())  # for the ranks
-    sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+    sys.exit(launch(args, config.world_size // args.nnodes, config.run_dir / "logs", config))
 
 
 def _refuse(problems: Sequence[str]) -> None:

@@ -50,7 +50,8 @@ class Line(NamedTuple):
 
 TINY = (
     "engine='{type: \"transformers\"}' num_iterations=1 prompts_per_iteration=2 "
-    "generations_per_prompt=4 evaluation.num_samples=2 optimizer.warmup_iterations=0"
+    "generations_per_prompt=4 evaluation.num_samples=2 optimizer.warmup_iterations=0 "
+    "tracking.page=false"
 )
 TINY_PROMPTS = f"python -m rl.simple_launch configs/tiny_prompts.jsonnet {TINY}"
 STAND_INS = {

@@ -94,6 +94,18 @@ def test_a_pkg_path_without_a_package_names_its_key(path: str) -> None:
     assert holds(problem, f"policy.model_path: ... {path!r} ... no package")
 
 
+CHECKS = """
+import sys
+from rl.simple_launch import main
+for path in sys.argv[1:]:
+    try:
+        main(["--check", path])
+    except SystemExit as end:
+        assert end.code == 0, path
+"""
+"""`rl check` of each argument."""
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
@@ -116,13 +128,15 @@ def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
     ]
     assert [name for name in packed if not (site / name).is_file()] == []
     assert not (site / "tiny_world/builder").exists(), "no run builds weights"
-    for name in TINY:
-        done = subprocess.run(
-            [sys.executable, "-m", "rl", "check", f"configs/{name}.jsonnet"],
-            cwd=elsewhere,
-            env={**os.environ, "PYTHONPATH": str(site)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert str(site) in done.stdout and str(ROOT) not in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS, *(f"configs/{name}.jsonnet" for name in TINY)],
+        cwd=elsewhere,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(ROOT) not in done.stdout
+    *reports, rest = done.stdout.split("\nnothing is wrong\n")
+    assert len(reports) == len(TINY) and not rest
+    assert all(str(site) in report for report in reports)

@@ -13,7 +13,6 @@ from tiny_emu3 import save_published_folder
 from tiny_engines import assert_follows, pairs, plain_engine, sampling, started, token_ids
 from tiny_policy import make, saved
 from tiny_rounding import FORWARD_TOL
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.engines import vllm as vllm_engine
 
@@ -126,6 +125,8 @@ def test_batch_order_does_not_matter(engine, prompts_P):
 
 
 def test_preempted_requests_resume_correctly(vllm, policy, prompts_P, stock, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     preempted = noted_calls(
         monkeypatch, Scheduler, "_preempt_request", lambda args, *_: len(args[1].output_token_ids)
     )

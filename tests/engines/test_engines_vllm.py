@@ -1,11 +1,13 @@
-"""The real vLLM on a CPU against the trainer and the transformers engine (float32)."""
+"""The real vLLM on a CPU against the trainer and the transformers engine (float32).
+
+The files with vLLM's engine import vLLM in their tests: every worker imports every file, and few
+run these."""
 
 from dataclasses import replace
 
 import pytest
 import tiny_qwen
 import torch
-import vllm
 from tiny_calls import noted_calls
 from tiny_engines import (
     assert_ended,
@@ -21,7 +23,6 @@ from tiny_engines import (
 )
 from tiny_policy import make, move, trainable
 from tiny_rounding import FORWARD_TOL
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
 from rl.engines import vllm as vllm_engine
@@ -118,7 +119,7 @@ def test_a_sync_drops_the_cache_of_the_old_weights(synced, policy, prompts_P):
     for drops, agrees in ((False, False), (True, True)):
         with pytest.MonkeyPatch.context() as patch:
             if not drops:
-                patch.setattr(vllm.LLM, "reset_prefix_cache", lambda _: True)
+                patch.setattr("vllm.LLM.reset_prefix_cache", lambda _: True)
             synced.load_weights(export(policy))
         completions_PG = synced.generate(prompts_P, PARAMS, SEEDS)
         assert (max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL) == agrees
@@ -126,6 +127,8 @@ def test_a_sync_drops_the_cache_of_the_old_weights(synced, policy, prompts_P):
 
 def test_a_groups_prompt_and_picture_are_read_once(synced, policy, monkeypatch):
     """The trainer's tower encodes it; its forward reuses the features. The engine has no tower."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     assert not any("visual" in name for name in parameters_of(synced))
     model = policy.module.base_model.model
     encoded = noted_calls(monkeypatch, model, "get_image_features", lambda args, *_: len(args[1]))
@@ -233,8 +236,8 @@ def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypa
     """vLLM's sleep is replaced, because it needs a GPU."""
     observed = []
     monkeypatch.setattr(synced, "_sleeps", sleeps)
-    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: observed.append(("sleep", level)))
-    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: observed.append(("wake", None)))
+    monkeypatch.setattr("vllm.LLM.sleep", lambda _, level: observed.append(("sleep", level)))
+    monkeypatch.setattr("vllm.LLM.wake_up", lambda _: observed.append(("wake", None)))
     synced.sleep()
     synced.wake()
     assert observed == calls

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import tiny_qwen
 import torch
-import vllm
 from tiny_engines import assert_follows, export, sampling, started
 from tiny_policy import make, step_in_bfloat16, trainable
 
@@ -130,8 +129,8 @@ def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatc
             tower.data.copy_(kept.get(name, tower))
 
     monkeypatch.setattr(engine, "_sleeps", True)
-    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: None)
-    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: None)
+    monkeypatch.setattr("vllm.LLM.sleep", lambda _, level: None)
+    monkeypatch.setattr("vllm.LLM.wake_up", lambda _: None)
     engine.sleep()
     engine.wake()
     engine.sleep()

@@ -24,6 +24,7 @@ from rl.pool.pooled_renderer import pooled
 from rl.ranks.dist import Dist
 
 KEY = "hunter2hunter2"
+PAUSE_S = 1.0
 
 
 def stop(*_: Any) -> None:
@@ -51,6 +52,8 @@ def seen(drawn: Any) -> list[str]:
 
 
 def main() -> None:
+    # Ray's default is a minute, in which the process beside the rank uses both cores.
+    os.environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
     with cluster(3) as (address, _):
         session(address)
 
@@ -73,14 +76,16 @@ def session(address: str) -> None:
     result["handler_kept"] = signal.signal(signal.SIGTERM, handler) is stop
     result["equal"] = seen(renderer.render(jobs(local.state_dim))) == expected
 
-    def draw_until(is_enough: Any) -> bool:
-        """Whether all calls drew what was expected, until the pool's state is `is_enough`."""
+    def draw_until(is_enough: Any, pause_s: float = 0.0) -> bool:
+        """Whether all calls drew what was expected, until the pool's state is `is_enough`;
+        `pause_s`: between two calls, for workers that load meanwhile."""
         began_s, all_equal = time.monotonic(), True
         while not is_enough(renderer._state) and time.monotonic() - began_s < 90:
             all_equal &= seen(renderer.render(jobs(local.state_dim))) == expected
+            time.sleep(pause_s)
         return all_equal
 
-    draw_until(lambda state: state.num_ready == 2)
+    draw_until(lambda state: state.num_ready == 2, PAUSE_S)
     processes = me.children(recursive=True)
     result["with_key"] = [
         child.name() for child in processes if KEY in str(child.environ().values())
@@ -93,12 +98,12 @@ def session(address: str) -> None:
             lambda state, count=count: state.num_lost >= count
         )
         result[f"lost_{count}"] = renderer._state.num_lost
-    result["equal_at_the_end"] = draw_until(lambda state: state.num_ready == 2)
+    result["equal_at_the_end"] = draw_until(lambda state: state.num_ready == 2, PAUSE_S)
     result["metrics"] = sorted(renderer.take_metrics())
     own = [*named(me), psutil.Process(renderer._process.pid)]
     threading.Timer(0.1, named(me, "raylet")[0].kill).start()
     try:
-        draw_until(lambda state: False)
+        draw_until(lambda state: False, PAUSE_S)
     except RuntimeError as error:
         result["after_raylet"] = str(error)
     renderer.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -171,18 +172,24 @@ def environment(**more: str) -> dict[str, str]:
 def launch(
     path: Path, num_ranks: int, *options: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Launches `train_on_ranks.py` with the config from the command line."""
-    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks), *options]
+    """Launches `train_on_ranks.py` with the config. The launcher is forked, as by `run_forked`; the
+    ranks are new interpreters."""
+    import tiny_ranks
+
+    arguments = ["--nproc", str(num_ranks), *options, str(HELPERS / "train_on_ranks.py"), str(path)]
     variables = environment(**environ)
     variables.pop("DS_ACCELERATOR", None)  # the run sets it
-    return subprocess.run(
-        [*command, str(HELPERS / "train_on_ranks.py"), str(path)],
-        env=variables,
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return tiny_ranks.run_forked(launch_here, variables, *arguments)
+
+
+def launch_here(variables: dict[str, str], *arguments: str) -> None:
+    """`python -m rl.simple_launch` with this environment, in a forked process."""
+    from rl.simple_launch import main
+
+    os.environ.clear()
+    os.environ |= variables
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
+    main(arguments)
 
 
 def listeners(process: psutil.Process) -> list[str]:
@@ -198,7 +205,7 @@ def listening() -> Iterator[set[str]]:
     is_over = threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(0.2):
+        while not is_over.wait(0.5):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):  # it has ended
                     addresses.update(listeners(process))

@@ -45,7 +45,7 @@ def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedP
     """
     with TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = _CONTEXT.Process(target=_script_main, args=(files, target, args))
+        process = _CONTEXT.Process(target=script_main, args=(files, target, args))
         process.start()
         process.join(PATIENCE_S)
         status = process.exitcode
@@ -56,7 +56,8 @@ def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedP
     return subprocess.CompletedProcess(target.__name__, status, printed, errors)
 
 
-def _script_main(files: Sequence[Path], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def script_main(files: Sequence[Path], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """`target(*args)` at the repository root; its output goes to `files`: stdout, stderr."""
     os.chdir(ROOT)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 import tiny_config
+import tiny_loop
+import tiny_ranks
 import torch
 from tiny_loop import HELPERS, environment, listeners
 from tiny_messages import holds, raising
@@ -25,34 +28,42 @@ from rl.simple_launch import main
 
 ROOT = Path(__file__).parents[2]
 WORKER = HELPERS / "launch_worker.py"
-Launch = Callable[..., subprocess.Popen[str]]
+Launch = Callable[..., BaseProcess]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts launchers: forked ones, as each new interpreter would import torch. Their ranks are
+    new interpreters."""
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     started = []
 
-    def start(mode: str, *options: str, folder: Path = tmp_path) -> subprocess.Popen[str]:
+    def start(mode: str, *options: str, folder: Path = tmp_path) -> BaseProcess:
         folder.mkdir(exist_ok=True)
         environ = environment(TEST_FOLDER=str(folder), TEST_MODE=mode)
         environ.pop("OMP_NUM_THREADS", None)
-        command = [sys.executable, "-m", "rl.simple_launch", *options, str(WORKER), str(config)]
-        command += [f"base_exp_dir={folder / 'runs'}", "seed=0"]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True))
+        arguments = [*options, str(WORKER), str(config), f"base_exp_dir={folder / 'runs'}"]
+        files = [tmp_path / f"{len(started)}.{stream}" for stream in ("stdout", "stderr")]
+        to_call = (tiny_loop.launch_here, (environ, *arguments, "seed=0"))
+        started.append(tiny_ranks.spawn(tiny_ranks.script_main, files, *to_call))
+        started[-1].name = str(files[0].with_suffix(""))
         return started[-1]
 
     yield start
     for process in started:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(30)
+        process.terminate()
+        process.join(30)
 
 
-def errors_of(process: subprocess.Popen[str]) -> str:
-    """What an ended launch has printed."""
-    return process.communicate(timeout=120)[1]
+def printed_by(process: BaseProcess, timeout_s: float = 120) -> list[str]:
+    """What a launch has printed on stdout and stderr; waits for its end."""
+    process.join(timeout_s)
+    assert process.exitcode is not None, f"it did not end in {timeout_s} s"
+    return [Path(f"{process.name}.{stream}").read_text() for stream in ("stdout", "stderr")]
+
+
+def errors_of(process: BaseProcess) -> str:
+    return printed_by(process)[1]
 
 
 def wait_for_notes(folder: Path, name: str) -> None:
@@ -65,8 +76,8 @@ def test_two_simultaneous_launches_do_not_collide(launch: Launch, tmp_path: Path
     folders = [tmp_path / "a", tmp_path / "b"]
     processes = [launch("done", "--nproc", "2", folder=folder) for folder in folders]
     for process, folder in zip(processes, folders, strict=True):
-        printed, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        printed, errors = printed_by(process)
+        assert process.exitcode == 0, errors
         assert "rank 0 says hello" in printed and "rank 1" not in printed
         argv = (folder / "argv_1").read_text().split()
         assert argv[1:] == [f"base_exp_dir={folder / 'runs'}", "seed=0", "world_size=2"]
@@ -95,7 +106,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
     launcher, *ranks = listening(process.pid)
     (tmp_path / "seen").touch()
     errors = errors_of(process)
-    assert process.returncode == 0, errors
+    assert process.exitcode == 0, errors
     for rank in range(2):
         assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
     assert launcher == [], "the launcher does not listen"
@@ -107,7 +118,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
 def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
     process = launch("raise", "--nproc", "2")
     errors = errors_of(process)
-    assert process.returncode == 1
+    assert process.exitcode == 1
     first, second, *_, last = errors.splitlines()
     assert holds(first, "rank 1 ... exit code 1 ... logs")
     assert second == "Traceback (most recent call last):" and "in fail_deep_inside" in errors
@@ -122,7 +133,7 @@ def test_an_expected_error_is_a_message_and_its_traceback_is_in_the_log(
 ) -> None:
     process = launch("mistake", *options)
     errors = errors_of(process)
-    assert process.returncode == 1
+    assert process.exitcode == 1
     assert "judge.api_base='/no/such/file'" in errors and "Traceback" not in errors
     log = tmp_path / f"runs/tiny/logs/rank_{1 if options else 0}.log"
     assert holds(log.read_text(), "Traceback ... in resolve_api_base")
@@ -134,8 +145,8 @@ def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
     launch: Launch, tmp_path: Path, code: int
 ) -> None:
     process = launch(f"aborts at the end {code}")
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == code, errors
+    output, errors = printed_by(process)
+    assert process.exitcode == code, errors
     assert "SIGABRT" not in errors
     assert output.endswith("the last word"), "Python's own exit handlers have run"
     assert (tmp_path / "thread_0").exists() and (tmp_path / "handler_0").exists()
@@ -145,7 +156,7 @@ def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
 def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
     assert holds(errors_of(process), "rank 1 ... SIGKILL")
-    assert process.returncode == 128 + signal.SIGKILL
+    assert process.exitcode == 128 + signal.SIGKILL
     wait_for(lambda: is_gone(int((tmp_path / "child_1").read_text())))
 
 
@@ -155,7 +166,7 @@ def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
 ) -> None:
     process = launch("leaves", "--nproc", num_ranks)
     errors = errors_of(process)
-    assert process.returncode == 1
+    assert process.exitcode == 1
     assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
 
 
@@ -183,13 +194,12 @@ def test_a_run_is_finished_only_if_the_training_returns(
 def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
     launch: Launch, tmp_path: Path, signum: int
 ) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     process = launch("graceful", "--nproc", "2")
     wait_for_notes(tmp_path, "ready")
-    process.send_signal(signum)
-    process.send_signal(signum)  # a terminal and its shell may both send it; the ranks still save
+    os.kill(process.pid, signum)
+    os.kill(process.pid, signum)  # a terminal and its shell may both send it; the ranks still save
     assert holds(errors_of(process), f"{signals.name_of(signum)} ... resumes")
-    assert process.returncode == 128 + signum
+    assert process.exitcode == 128 + signum
     for rank in range(2):
         assert (tmp_path / f"saved_{rank}").read_text() == signals.name_of(signum)
 
@@ -201,8 +211,8 @@ def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     process = launch("frozen", "--nproc", "2")
     wait_for_notes(tmp_path, "began")
     process.terminate()
-    _, errors = process.communicate(timeout=supervision.STOPPED_GRACE_S + 10)
-    assert process.returncode == 128 + signal.SIGTERM
+    _, errors = printed_by(process, supervision.STOPPED_GRACE_S + 10)
+    assert process.exitcode == 128 + signal.SIGTERM
     assert holds(errors, "killed ... stopped ... rank 1 ... SIGTERM ... resumes")
     assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()
 
@@ -213,7 +223,7 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     wait_for_notes(tmp_path, "ready")
     pids = [int((tmp_path / f"ready_{rank}").read_text()) for rank in range(2)]
     process.kill()
-    process.wait()
+    process.join()
     wait_for(lambda: all(map(is_gone, pids)))
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "the ranks got SIGTERM and saved"
 
@@ -242,9 +252,11 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
     (tmp_path / "seen").touch()
     for node in nodes:
         errors = errors_of(node)
-        assert node.returncode == 0, errors
+        assert node.exitcode == 0, errors
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
+    logs = [path.name for path in (tmp_path / "runs/tiny/logs").glob("checked_rows.*")]
+    assert sorted(logs) == ["checked_rows.0.json", "checked_rows.1.json"], "nodes share the folder"
 
 
 @pytest.mark.slow
@@ -255,7 +267,7 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
     assert holds(errors_of(second), "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     assert holds(errors_of(twin), "node 0 ... listen on 127.0.0.1")
-    assert second.returncode == twin.returncode == 1
+    assert second.exitcode == twin.exitcode == 1
     first.terminate()
 
 

@@ -12,8 +12,10 @@ import tiny_loop
 import tiny_nodes
 from tiny_loop import assert_same_run
 from tiny_nodes import ADDRESSES, Nodes
+from tiny_ranks import run_ranks
 from tiny_waits import wait_for
 
+import rl.train
 from rl.ranks.supervision import LOST_S
 
 pytestmark = pytest.mark.slow
@@ -35,25 +37,25 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
+def write_config(models: dict[str, str], folder: Path, **changes: int) -> Path:
+    settings = {"num_iterations": NUM_ITERATIONS, "checkpoint": {"save_every_n_iterations": 100}}
+    config = tiny_loop.without_judge(models, folder, **settings, **changes)
+    return tiny_loop.write_config(folder, config)
+
+
 @pytest.fixture(scope="module")
-def plain(nodes: Nodes, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that is not interrupted."""
-    run = Launched(nodes, models, tmp_path_factory.mktemp("plain"))
-    assert run.codes() == [0, 0], run.output(0)
-    return run.run_dir
+def plain(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two ranks on one node that is not interrupted."""
+    folder = tmp_path_factory.mktemp("plain")
+    run_ranks(rl.train.main, 2, [str(write_config(models, folder, world_size=2))])
+    return folder / "tiny"
 
 
 class Launched:
     """The run, started with the same command on both nodes."""
 
     def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path) -> None:
-        config = tiny_loop.without_judge(
-            models,
-            folder,
-            num_iterations=NUM_ITERATIONS,
-            checkpoint={"save_every_n_iterations": 100},
-        )
-        path = tiny_loop.write_config(folder, config)
+        path = write_config(models, folder)
         options = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESSES[0]}:29777"]
         command = [sys.executable, "-m", "rl.simple_launch", *options, "--node-rank"]
         self.run_dir = folder / "tiny"

@@ -164,7 +164,8 @@ def test_torchrun_starts_a_run_of_two_ranks(tmp_path: Path) -> None:
     [command] = printed("torchrun")
     changes = (
         "num_iterations=1 prompts_per_iteration=2 optimizer.warmup_iterations=0 "
-        f"evaluation.every_n_iterations=0 engine={{type:'transformers'}} base_exp_dir={tmp_path}"
+        f"evaluation.every_n_iterations=0 engine={{type:'transformers'}} base_exp_dir={tmp_path} "
+        "tracking.page=false"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command, *changes.split()],

@@ -59,7 +59,15 @@ LEARNS = {
         0.2, {"eval/reward": 0.5}, {"eval/reward": 0.65}, dead_groups=1.0, reference=0.9
     ),
 }
-SHORTER = ("num_iterations=20", "evaluation.every_n_iterations=20")
+SHORTER = (
+    "num_iterations=20",
+    "evaluation.every_n_iterations=20",
+    # No bound of a control reads these; `quickstart` has them.
+    "evaluation.stock_arm=false",
+    "evaluation.reference_drift=false",
+    "tracking.log_episodes_every_n_iterations=0",
+    "judge.audit='off'",
+)
 CONTROLS = {
     "quickstart_control": (0.06, "eval/reward", 0.5, SHORTER),
     "tiny_earl_control": (0.08, "eval/reward", 0.45, ()),
