@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"loading {trained.name}", flush=True)
     with Editor(config, args.device, trained, base_policy, args.size, args.only_words) as editor:
         print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")
-        began = time.monotonic()
         failed = 0
         variants = not (args.only_edit or args.only_words)
         stream = editor.edit_stream(
@@ -118,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ):
                 if text:
                     print(f"  {name + ':':8} {escaped(text, MAX_WORDS_SHOWN)}")
-            remaining_s = (time.monotonic() - began) / number * (len(requests) - number)
-            remaining = f", {remaining_s:.0f} s left" if number < len(requests) else ""
-            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{remaining})")
+            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s)")
             sys.stdout.flush()
     return int(failed > 0)
 

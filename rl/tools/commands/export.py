@@ -111,9 +111,8 @@ def written_aside(target: Path) -> Iterator[Path]:
     try:
         yield folder
         folder.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def say(stage: str) -> None:
