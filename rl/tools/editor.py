@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import Distribution, version
@@ -125,7 +125,7 @@ def sample_of(request: EditRequest, rules: RowRules, needs_picture: bool) -> Sam
     return Sample(request.id, request.instruction, sources)
 
 
-class Editor:
+class Editor(AbstractContextManager["Editor"]):
     """A loaded run. Close it, or use it as a context manager.
 
         editor = Editor.from_run("runs/my-run", checkpoint="best")
@@ -208,9 +208,6 @@ class Editor:
             trained, settings, device, num_steps, size_px, only_words
         )
         return cls(config, device, trained, base_policy, size_px, only_words)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
