@@ -497,8 +497,8 @@ class RowsSource(CheckedSource[ConfigT]):
         """What `use(cell, is a source)` makes of the cell of each of the row's source pictures and,
         last, of its reference edit, None without one. Raises any exception for a bad row."""
         columns = self._table.columns
-        _check_text(row, columns)
-        cells = _source_cells(row, columns)
+        check_text(row, columns)
+        cells = source_cells(row, columns)
         limit = self._rules.max_pictures
         if limit is not None and len(cells) > limit:
             raise UnusableError(
@@ -546,7 +546,7 @@ class RowsSource(CheckedSource[ConfigT]):
         )
 
 
-def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
+def source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
     """(column, cell) of each source picture of a row, in order. Raises UnusableError if a column is
     missing, and if both default ones hold pictures."""
     filled: list[str] = []
@@ -569,7 +569,8 @@ def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, A
     return cells
 
 
-def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
+def check_text(row: Mapping[str, Any], columns: Columns) -> None:
+    """Raises UnusableError if a row lacks a text, or has an empty one."""
     for column in columns.named:
         pick(row, column)
     for name, column in columns.hidden.items():

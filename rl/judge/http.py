@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -538,7 +538,7 @@ class StoppedError(Exception):
     """The process was asked to stop before the coroutine ended."""
 
 
-class BackgroundLoop:
+class BackgroundLoop(AbstractContextManager["BackgroundLoop"]):
     """Runs coroutines until `close()`. Use one per process: an httpx pool works in one loop."""
 
     def __init__(self, name: str = "background-loop") -> None:
@@ -579,9 +579,6 @@ class BackgroundLoop:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(JOIN_TIMEOUT_S)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -11,9 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Self
 from urllib.parse import urlsplit
 
 from rl.config.schema import JudgeConfig
@@ -72,7 +71,7 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
             yield str(error)
 
 
-class StartedJudge:
+class StartedJudge(AbstractContextManager["StartedJudge"]):
     """Runs `judge.start_command` until `close()`, or until this process ends."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
@@ -194,9 +193,6 @@ class StartedJudge:
             self._guard.kill()  # Linux then ends the judge
             self._guard.wait()
         self._url_file.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -254,7 +254,7 @@ class Pusher:
         warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {reason}"))
 
 
-def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
+def upload(folder: Path, repo_id: str, message: str, branch: str) -> None:
     """Make one commit on `main` of the repository (created as private if missing), and point
     `branch` to it. Raises whatever the network or huggingface_hub raises."""
     from huggingface_hub import HfApi
@@ -264,8 +264,6 @@ def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
     api = HfApi()
     api.create_repo(repo_id, private=True, exist_ok=True)
     commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
-    if not branch:
-        return
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
         api.delete_branch(repo_id, branch=branch)  # a resumed run repeats this iteration
     api.create_branch(repo_id, branch=branch, revision=commit)

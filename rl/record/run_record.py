@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
@@ -124,7 +124,7 @@ MAX_WAITING = 10
 SLOW_S = 60.0
 
 
-class BackgroundWriter:
+class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """Each rank has its own; only the main thread may use it."""
 
     def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
@@ -159,9 +159,6 @@ class BackgroundWriter:
         """Wait until all jobs have run; their errors are raised later."""
         if self._last is not None:
             self._last.result()
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

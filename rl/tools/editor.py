@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import Distribution, version
@@ -14,17 +14,15 @@ from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
-from pydantic import BaseModel, Field, model_validator
-
 from rl import build
 from rl.api.data import RowRules
 from rl.api.engine import Engine
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import Policy
 from rl.api.types import Episode, Prompt, Sample, Status
-from rl.config.loading import not_a_file, validate
+from rl.config.loading import not_a_file
 from rl.config.schema import RunConfig
-from rl.data.rows import Lines, UnusableError, load_image
+from rl.data.rows import Columns, Lines, UnusableError, check_text, load_image, source_cells
 from rl.files import png_bytes, side_by_side, write_atomically
 from rl.judge.http import BackgroundLoop
 from rl.printing import scrubbed
@@ -127,7 +125,7 @@ def sample_of(request: EditRequest, rules: RowRules, needs_picture: bool) -> Sam
     return Sample(request.id, request.instruction, sources)
 
 
-class Editor:
+class Editor(AbstractContextManager["Editor"]):
     """A loaded run. Close it, or use it as a context manager.
 
         editor = Editor.from_run("runs/my-run", checkpoint="best")
@@ -210,9 +208,6 @@ class Editor:
             trained, settings, device, num_steps, size_px, only_words
         )
         return cls(config, device, trained, base_policy, size_px, only_words)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -406,37 +401,19 @@ def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, st
 
 def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
     lines, requests, problems = Lines(path), [], []
+    columns = Columns(source_optional=True)
     for index, number in enumerate(lines.numbers):
         try:
-            values = lines[index]
+            row = {"instruction": instruction, **lines[index]}
+            check_text(row, columns)
+            images = [path.parent / str(cell) for _, cell in source_cells(row, columns)]
         except UnusableError as error:
             problems.append(f"{path}, row {number}: {error}")
-            continue
-        row, row_problems = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
-        problems += [f"{path}, {problem}" for problem in row_problems]
-        if row is not None:
-            images = [row.image] if row.image is not None else row.images or []
-            requests.append(EditRequest(row.instruction, [path.parent / name for name in images]))
+        else:
+            requests.append(EditRequest(row["instruction"], images))
     if problems:
         raise ValueError("\n".join(problems))
     return requests
-
-
-class _Row(BaseModel):
-    """A line of a JSONL file of edits; other keys are ignored."""
-
-    instruction: str = Field(pattern=r"\S")
-    """What to do."""
-    image: str | None = None
-    """The path of a picture."""
-    images: list[str] | None = None
-    """The paths of several pictures."""
-
-    @model_validator(mode="after")
-    def _refuse_both_keys(self) -> _Row:
-        if self.image is not None and self.images is not None:
-            raise ValueError("has both 'image' and 'images'; keep one of them")
-        return self
 
 
 def free_stem(folder: Path, request: EditRequest) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from rl.api.engine import EngineClaim
 from rl.api.types import Completion, PackedGroup
 from rl.config.schema import load_config
 from rl.learner.backends import trainable_parameters
-from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, SyncReport, sync
+from rl.learner.learner import MAX_MEAN_DLOGP_NATS, Learner, SyncError, sync
 from rl.policies.attention import Packing, attention
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loop
@@ -36,14 +35,19 @@ CLAIM = EngineClaim(cache_bytes=256 << 20, share=0.01)
 allocate."""
 
 
+def resolved_for(setup: Setup, name: str, *more: str) -> build.Resolved:
+    """The shipped small config `name` on this device, with the overrides `more`."""
+    path, *overrides = setup.words(name, *more)
+    return build.resolve(load_config(path, overrides))
+
+
 class Opened:
     """The engine of a shipped small config beside its learner, as a run has them."""
 
     def __init__(self, setup: Setup, config_name: str, residency: str, stack: ExitStack) -> None:
         more = [] if setup.tiny else [f"engine.residency={residency}"]
-        path, *words = setup.words(config_name, *more)
-        self.config = load_config(path, [*words, "engine.type=vllm"])
-        resolved, dist = build.resolve(self.config), Dist.from_env(setup.device)
+        resolved = resolved_for(setup, config_name, *more, "engine.type=vllm")
+        self.config, dist = resolved.config, Dist.from_env(setup.device)
         self.policy = build.build_policy(resolved, dist)
         stack.callback(self.policy.close)
         self.engine: Any = build.build_engine(resolved, self.policy, dist, claim=CLAIM)
@@ -72,22 +76,13 @@ def engine(setup: Setup, name: str, config_name: str) -> Iterator[Line]:
     what = f"vLLM, {name}: "
     with ExitStack() as stack:
         opened = Opened(setup, config_name, "resident", stack)
-        policy = opened.policy
         graphs = "eager" if setup.tiny else "with CUDA graphs"
         yield result(f"{what}start", True, f"{setup.dtype}, {graphs}")
-        sync_again = partial(
-            sync,
-            opened.engine,
-            opened.learner,
-            opened.prompts[0],
-            setup.dtype,
-            opened.config.sampling.temperature,
-        )
-        yield weight_sync(f"{what}weight sync", sync_again, policy.module, setup.dtype)
+        yield weight_sync(f"{what}weight sync", opened, setup.dtype)
         before = opened.sample()
         fix = f"no resume is exact on this machine with vLLM; {USE_TRANSFORMERS_FIX}"
         yield result(f"{what}same seeds", *repeats(before, opened.sample()), fix, USE_TRANSFORMERS)
-        if policy.image_vocabulary is not None:
+        if opened.policy.image_vocabulary is not None:
             whole = sum(c.finish == "stop" and any(c.forced or ()) for c in before)
             yield result(
                 f"{what}pictures",
@@ -122,18 +117,14 @@ def move(module: torch.nn.Module, seed: int = 1) -> None:
             parameter.add_(0.02 * noise.to(parameter))
 
 
-def weight_sync(
-    what: str,
-    sync_again: Callable[[SyncReport | None], SyncReport],
-    module: torch.nn.Module,
-    dtype: str,
-) -> Line:
+def weight_sync(what: str, opened: Opened, dtype: str) -> Line:
     """Two syncs, all trained weights moved before each; `sync` reads back and compares."""
     report: Any = None
+    both = opened.engine, opened.learner, opened.prompts[0]
     try:
         for seed in (1, 2):
-            move(module, seed)
-            report = sync_again(report)
+            move(opened.policy.module, seed)
+            report = sync(*both, dtype, opened.config.sampling.temperature, report)
     except SyncError as error:
         return result(what, False, str(error), USE_TRANSFORMERS_FIX, USE_TRANSFORMERS)
     note = (
@@ -272,8 +263,7 @@ def policy_outcomes(setup: Setup) -> list[dict[str, torch.Tensor]]:
     outcomes = []
     for dtype, kernel in ((setup.dtype, "auto"), (setup.dtype, "sdpa"), ("float32", "sdpa")):
         words = [f"policy.dtype={dtype}", f"policy.attn_implementation={kernel}"]
-        path, *overrides = setup.words("quickstart", *words, "engine.type=transformers")
-        resolved = build.resolve(load_config(path, overrides))
+        resolved = resolved_for(setup, "quickstart", *words, "engine.type=transformers")
         policy: Any = build.build_policy(resolved, Dist.from_env(setup.device))
         if not weights:
             move(policy.module)  # a new adapter's B is 0, and A then has no gradient
@@ -305,9 +295,7 @@ Forward = Callable[[], torch.Tensor]
 
 def small_parts(setup: Setup, name: str) -> Any:
     """The renderer's models of the shipped small config, on the device."""
-    path, *overrides = setup.words(name)
-    resolved = build.resolve(load_config(path, overrides))
-    renderer: Any = build.build_renderer(resolved, Dist.from_env(setup.device))
+    renderer: Any = build.build_renderer(resolved_for(setup, name), Dist.from_env(setup.device))
     return renderer.loop.parts
 
 
@@ -399,8 +387,7 @@ def renderers(setup: Setup) -> Iterator[Line]:
 
 def _vae_errors(setup: Setup, vae: Any) -> dict[str, float]:
     """The quickstart's VAE against diffusers' own in float64 on the CPU."""
-    path, *overrides = setup.words("quickstart")
-    origin = qwen_image_loop.origin_of(build.resolve(load_config(path, overrides)).renderer.config)
+    origin = qwen_image_loop.origin_of(resolved_for(setup, "quickstart").renderer.config)
     dtype = getattr(torch, setup.dtype)
     loop: Any = qwen_image_loop  # its `stock`: diffusers, which it imports when used
     stock_class = loop.stock.AutoencoderKLQwenImage

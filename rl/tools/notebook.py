@@ -87,10 +87,6 @@ class Row(dict[str, Any]):
         """The rendered picture, or its thumbnail if only that is on record and readable."""
         return self._open(self.get("image_file"), self.get("thumbnail"))
 
-    def bare_image(self) -> Image | None:
-        """Of a held-out sample: the picture that was drawn from the user's own words."""
-        return self._open(self.get("bare_file"))
-
     def sources(self) -> list[Image]:
         """The source pictures on record, in order, likewise."""
         found = (self._open(*places) for places in reading.source_places(self))

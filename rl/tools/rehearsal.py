@@ -7,9 +7,10 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +20,13 @@ import torch
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rl import build
 from rl.api import image_grammar
+from rl.api.plugin import Resources
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
@@ -130,23 +132,9 @@ class FakeGpu(TorchDispatchMode):
         """While models load: their weights have no values on the host either."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __enter__(self) -> Any:
-        self._lifts = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch._C._set_only_lift_cpu_tensors(self._lifts)
-        super().__exit__(*error)
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[Any]:
         """Inside, new CPU tensors are fake, too."""
-        self.host_is_fake = True
-        try:
-            yield
-        finally:
-            self.host_is_fake = False
+        return mock.patch.object(self, "host_is_fake", True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +147,8 @@ class FakeGpu(TorchDispatchMode):
         if not is_fake and not is_born_fake and (device is None or device.type != "cuda"):
             return func(*args, **kwargs)
         if func in NEED_VALUES:
-            return self._with_values(func, args, kwargs)
+            on_device = partial(self._on_device, device=args[0].device)
+            return tree_map_only(torch.Tensor, on_device, func(*tree_map(on_host, args), **kwargs))
         is_fetched = func is aten._to_copy.default and str(device) == "cpu"
         if is_fetched and not self.host_is_fake and args[0].nbytes <= MAX_FETCHED_BYTES:
             return on_host(args[0]).to(kwargs.get("dtype") or args[0].dtype)
@@ -171,7 +160,7 @@ class FakeGpu(TorchDispatchMode):
         dtypes = {str(leaf.dtype) for leaf in leaves if leaf.dtype.is_floating_point}
         if name in ONE_DTYPE and len(dtypes) > 1:
             raise RuntimeError(f"{name} of {' and '.join(sorted(dtypes))}, which a GPU refuses")
-        args, kwargs = tree_map(self._as_fake, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         with self._fake:
             out = func(*args, **kwargs)
         # Weak references in this memo would keep `Module.to` from swapping parameters.
@@ -185,21 +174,10 @@ class FakeGpu(TorchDispatchMode):
                 self.tally.track(tensor)
         return out
 
-    def _as_fake(self, leaf: Any) -> Any:
-        """Make a real tensor fake. FakeTensorMode alone would keep a small tensor as a constant and
-        run the real CUDA kernel on it."""
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
-            return self._fake.from_tensor(leaf)
-        return leaf
-
-    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that is run on the host, with the values of `on_host`."""
-
-        def back(leaf: Any) -> Any:
-            return self._on_device(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
-
-        device = args[0].device
-        return tree_map(back, func(*tree_map(on_host, args), **kwargs))
+    def _as_fake(self, tensor: torch.Tensor) -> FakeTensor:
+        """A real tensor as a fake one. FakeTensorMode alone would keep a small tensor as a constant
+        and run the real CUDA kernel on it."""
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _on_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         with self._fake:
@@ -281,6 +259,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
         patch = mock.patch.object
         stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
         stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(gpu)
         yield gpu
 
@@ -323,6 +303,7 @@ def one_rank(config: RunConfig) -> RunConfig:
     groups = config.prompts_per_iteration // config.world_size
     values["prompts_per_iteration"] = min(groups, MAX_GROUPS)
     values["render_pool"]["workers"] = 0
+    values["final_reward"] = {}  # no parts: every reward is the same made-up value
     values["optimizer"] |= {"backend": "torch", "zero_stage": 0}
     for section in (values["policy"], values["renderer"], *values["rewards"].values()):
         section.pop("device", None)
@@ -347,8 +328,8 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
         within, patch = gpu.tally.within, mock.patch.object
         stack.enter_context(patch(heartbeat, "phase", within))
         for name, phase in LEARNING.items():
-            method = _within(within, phase, getattr(TrainStep, name))
-            stack.enter_context(patch(TrainStep, name, method))
+            counted = within(phase)(getattr(TrainStep, name))
+            stack.enter_context(patch(TrainStep, name, counted))
         loop = stack.enter_context(BackgroundLoop("judge"))
         return _iteration(resolved, sizes, gpu, loop, depth, started)
 
@@ -359,16 +340,6 @@ LEARNING = {
     "_optimizer_step": "learn_step",
 }
 """Method of `TrainStep` -> its phase of a rehearsal."""
-
-
-def _within(
-    within: Callable[[str], AbstractContextManager[None]], phase: str, call: Callable[..., Any]
-) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with within(phase):
-            return call(*args, **kwargs)
-
-    return counted
 
 
 def _iteration(
@@ -421,7 +392,7 @@ def _iteration(
     # Earlier iterations run one forward more, which reads values.
     step = learner.begin(NUM_MEASURED, prompts_P, sampled.token_ids, sizes_P)
     rewards = {
-        name: _StubReward(_parts_of(config, name))
+        name: _StubReward(plugin.config, Resources(None, dist.device))
         for name, plugin in resolved.rewards.items()
         if not plugin.keys.held_out_only
     }
@@ -477,17 +448,16 @@ def _with_skeletons(resolved: build.Resolved, work: Path) -> build.Resolved:
 
     def changed(plugin: Any) -> Any:
         section = plugin.config
-        update = {
+        update: dict[str, Any] = {
             key: model_folder(getattr(section, key), getattr(section, "revision", None), work)
             for key in MODEL_KEYS
             if getattr(section, key, None)
         }
+        if hasattr(section, "num_steps"):
+            update["num_steps"] = RENDER_STEPS
         return replace(plugin, config=section.model_copy(update=update))
 
-    steps = {"num_steps": RENDER_STEPS} if hasattr(resolved.renderer.config, "num_steps") else {}
-    renderer = changed(resolved.renderer)
-    renderer = replace(renderer, config=renderer.config.model_copy(update=steps))
-    return replace(resolved, policy=changed(resolved.policy), renderer=renderer)
+    return replace(resolved, policy=changed(resolved.policy), renderer=changed(resolved.renderer))
 
 
 @contextmanager
@@ -604,18 +574,10 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
 
 
 class _StubReward(Reward):
-    """Grades everything 0.5, in total and in every part that the config weights."""
-
-    def __init__(self, parts: Sequence[str]) -> None:
-        self._parts = parts
+    """Grades everything 0.5."""
 
     def grade(self, reward_input: RewardInput) -> RewardOutput:
-        return RewardOutput(0.5, parts=dict.fromkeys(self._parts, 0.5))
-
-
-def _parts_of(config: RunConfig, name: str) -> list[str]:
-    weights = config.final_reward.weights or {}
-    return [key.partition("/")[2] for key in weights if key.startswith(f"{name}/")]
+        return RewardOutput(0.5)
 
 
 # ---- rehearsal report ----------------------------------------------------------------------------

@@ -22,7 +22,15 @@ from tiny_messages import refusal
 from rl.config.schema import RunConfig
 from rl.tools.commands import edit, score
 from rl.tools.commands import eval as evaluation
-from rl.tools.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
+from rl.tools.editor import (
+    OWN_WORDS,
+    STOCK,
+    UNTRAINED,
+    Editor,
+    EditRequest,
+    EditResult,
+    requests_of,
+)
 from rl.tools.trained import config_for_use, load_trained
 
 pytestmark = pytest.mark.slow
@@ -227,6 +235,23 @@ def test_the_command_edits_a_folder_or_a_file_of_edits(
     names = sorted(file.name for file in out.iterdir())
     assert names == ["a-2.json", "a-2.png", "a.json", "a.png", "b.json"]
     assert json.loads((out / "b.json").read_text())["failure"]
+
+
+def test_rows_of_edits_are_read_as_a_data_source_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "edits.jsonl"
+    file.write_text(
+        '{"image": "a.png"}\n{"images": ["b.png", "c.png"], "instruction": "red"}\n{}\n'
+    )
+    assert [(r.instruction, [*map(Path, r.images)]) for r in requests_of([file], "dusk")] == [
+        ("dusk", [tmp_path / "a.png"]),
+        ("red", [tmp_path / "b.png", tmp_path / "c.png"]),
+        ("dusk", []),
+    ]
+    file.write_text(
+        '{"image": "a.png", "images": ["b.png"], "instruction": "red"}\n{"image": "a"}\n'
+    )
+    with pytest.raises(ValueError, match=r"row 1: has both .*\n.*row 2: 'instruction' is empty"):
+        requests_of([file], None)
 
 
 @pytest.mark.parametrize("system", ["quickstart", "tiny_prompts"])

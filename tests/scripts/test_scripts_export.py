@@ -316,17 +316,10 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    """The upload fails because the tests run with HF_HUB_OFFLINE=1."""
-    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
+def test_an_adapter_is_copied_unchanged(tmp_path: Path, capsys: Any) -> None:
     run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
-    options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
-    assert export.main([str(run), str(target), *options]) == 1
-    output = capsys.readouterr()
-    assert f"wrote {target}" in output.out and "hunter2" not in output.err
-    assert holds(output.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
+    assert export.main([str(run), str(target), "--as", "adapter", "--checkpoint", "2"]) == 0
+    assert f"wrote {target}" in capsys.readouterr().out
     written = ["adapter_config.json", "adapter_model.safetensors"]
     assert file_names(target) == ["README.md", *written]
     for name in written:

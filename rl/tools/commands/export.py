@@ -30,11 +30,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl import build, model_files, printing
-from rl.console import warn
 from rl.policies.policy_base import TrainedPolicy
 from rl.printing import scrub
 from rl.progress import weights_counted
-from rl.record import publish
 from rl.record.checkpoint import MODEL_CARD, held_out_rewards
 from rl.record.publish import PIPELINES, Form, at, model_card
 from rl.tools.trained import Trained, load_trained, require_trusted
@@ -61,22 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base")
     add("--policy", help="the run's policy plugin, whose code you trust")
     add("--dtype", choices=DTYPES, help="dtype of the result; default: the run's")
-    add("--push-to", help="repository of the hub, me/my-model; a new one is private; optional")
     args = parser.parse_args(arguments)
     export(args)
     print(f"wrote {args.target}")
-    if not args.push_to:
-        return 0
-    try:
-        say(f"uploading to {args.push_to}")
-        publish.upload(args.target, args.push_to, "exported")
-    except Exception as error:  # the network and its library may fail in any way
-        problem = (
-            f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
-            f"by hand: hf upload {args.push_to} {args.target}"
-        )
-        warn(scrub(problem))
-        return 1
     return 0
 
 
@@ -126,9 +111,8 @@ def written_aside(target: Path) -> Iterator[Path]:
     try:
         yield folder
         folder.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def say(stage: str) -> None:

@@ -25,6 +25,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -64,6 +65,7 @@ REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "T
 """Environment variables that would make trackio send the run's data elsewhere."""
 Mode = Literal["online", "offline", "off"]
 MODES: tuple[Mode, ...] = ("online", "offline", "off")
+SAID_OF_AN_EPISODE = ("instruction", "completion", "status", "failure", "reward")
 Metrics = dict[str, Any]
 Cell = str | float | Image | None
 
@@ -89,20 +91,15 @@ def episode_table(run: LoadedRun, iteration: int, max_rows: int) -> list[dict[st
     episodes = [Row(record, iteration, run.folder) for record in records]
     parts = sorted({name for episode in episodes for name in episode.parts})
     sources = [episode.sources() for episode in episodes]
-    num_sources = max([1, *map(len, sources)])
+    names = ["source", *(f"source {n}" for n in range(2, max([1, *map(len, sources)]) + 1))]
     rows: list[dict[str, Cell]] = []
     for episode, own in zip(episodes, sources, strict=True):
-        row: dict[str, Cell] = {}
-        for number in range(num_sources):
-            name = "source" if number == 0 else f"source {number + 1}"
-            row[name] = own[number] if number < len(own) else None
-        row |= {"target": episode.target(), "rendered": episode.image()}
-        for name, picture in row.items():
-            row[name] = downscale(picture, CELL_SIDE_PX) if isinstance(picture, Image) else None
-        for name in ("instruction", "completion", "status", "failure", "reward"):
-            row[name] = episode.get(name)
-        row |= {name: episode.parts.get(name) for name in parts}
-        rows.append({**row, "advantage": episode.advantage})
+        pictures = dict(zip_longest(names, own))
+        pictures |= {"target": episode.target(), "rendered": episode.image()}
+        small = {name: each and downscale(each, CELL_SIDE_PX) for name, each in pictures.items()}
+        said = {name: episode.get(name) for name in SAID_OF_AN_EPISODE}
+        scores = {name: episode.parts.get(name) for name in parts}
+        rows.append({**small, **said, **scores, "advantage": episode.advantage})
     return rows
 
 
@@ -375,10 +372,6 @@ class Trackio(View):
 # ---- following -----------------------------------------------------------------------------------
 
 
-def on_one_line(error: Exception) -> str:
-    return scrub(" ".join(str(error).split()))
-
-
 def command(followed: Followed, name: str) -> str:
     """The command that sends to one view what is missing there."""
     mode = f" {followed.tracking.wandb}" if name == "wandb" else ""
@@ -406,7 +399,8 @@ def follow(
             print(f"{name}: {place}", flush=True)
     except Exception as error:  # a tracker may fail in any way
         rest = f"{command(followed, name)} sends what is missing"
-        warning = f"{name} stopped ({type(error).__name__}: {on_one_line(error)}); {rest}"
+        why = scrub(" ".join(str(error).split()))  # on one line
+        warning = f"{name} stopped ({type(error).__name__}: {why}); {rest}"
         try:
             warn(warning)
         except OSError:
@@ -462,15 +456,13 @@ def follow_all(followed: Followed) -> Iterable[str]:
     """Follow the run with all its views at once, each in a thread of its own, so that a service
     that does not answer holds up no other. Returns the views' names."""
     tracking, ended = followed.tracking, threading.Event()
-    views: dict[str, Callable[[Followed], View]] = {}
-    if tracking.page:
-        views["page"] = PageView
-    if allowed_by_env(tracking.wandb) != "off":
-        views["wandb"] = Wandb
-    if tracking.tensorboard:
-        views["tensorboard"] = TensorBoard
-    if tracking.trackio:
-        views["trackio"] = Trackio
+    known: Sequence[tuple[str, Callable[[Followed], View], bool]] = (
+        ("page", PageView, tracking.page),
+        ("wandb", Wandb, allowed_by_env(tracking.wandb) != "off"),
+        ("tensorboard", TensorBoard, tracking.tensorboard),
+        ("trackio", Trackio, tracking.trackio),
+    )
+    views = {name: view for name, view, is_wanted in known if is_wanted}
     threads = [
         threading.Thread(target=follow, args=(name, view, followed, ended), name=name, daemon=True)
         for name, view in views.items()

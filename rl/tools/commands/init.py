@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,22 +97,6 @@ JUDGE_MODEL = "Qwen/Qwen3-VL-32B-Instruct-FP8"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 
 
-def _like(pattern: str, words: str) -> Callable[[str], str]:
-    """An option's type: the text itself if it matches `pattern`; `words` say in the error what it
-    has to be."""
-
-    def checked(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
-        return text
-
-    return checked
-
-
-def _count(text: str) -> int:
-    return int(_like(r"[1-9]\d{0,5}", "a whole number above 0")(text))
-
-
 def _data_path(text: str) -> str:
     """A file or folder, or the id of a data set."""
     problem = not_a_file(text)
@@ -133,8 +117,8 @@ TEXT = """\
 // and default, is in configs/base.libsonnet. `key+: {{ ... }}` changes a part of a section,
 // `key: {{ ... }}` replaces all of it.
 (import '{base}.jsonnet') + {{
-  run_name: '{name}',
-  base_exp_dir: 'runs',  // the run is written to runs/{name}
+  run_name: {name},
+  base_exp_dir: 'runs',  // the run is written to runs/<run_name>
 {keys}}}
 """
 
@@ -148,17 +132,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     systems = ". ".join(f"{name}: {system.title}" for name, system in SYSTEMS.items())
     add("--system", choices=list(SYSTEMS), default="quickstart", help=systems)
-    add("--gpus", type=_count, help="number of GPUs; default: those of this machine")
-    add("--gpu-gb", type=_count, help="memory of each GPU, GB; default: of this machine's")
-    url = _like(r"https?://[^\s/]\S*", "a URL like http://host:4877")
-    add("--judge", type=url, help=f"its URL; default: {JUDGE_URL}")
-    add("--judge-model", type=_like(r"\S+", "one word"), help=f"its name; default: {JUDGE_MODEL}")
+    add("--gpus", type=int, help="number of GPUs; default: those of this machine")
+    add("--gpu-gb", type=int, help="memory of each GPU, GB; default: of this machine's")
+    add("--judge", help=f"its URL; default: {JUDGE_URL}")
+    add("--judge-model", help=f"its name; default: {JUDGE_MODEL}")
     kinds = "; ".join(f"{name}: {kind}" for name, kind in DATA.items())
     add("--data", type=_data_path, default="", help=kinds)
     held_out = "default: the last rows of the training data, where these can be split"
     add("--held-out", type=_data_path, default="", help=held_out)
-    name = _like(NAME, "made of letters, digits, '.', '_' and '-'")
-    add("--name", type=name, help="name of the run; default: from the file's name")
+    add("--name", help="name of the run; default: from the file's name")
     args = parser.parse_args(arguments)
     file, text = written(args)
     write_atomically(file, text)
@@ -189,7 +171,7 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
             )
     if system.data:
         sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
-        num = args.gpus or len(sizes) or system.gpus
+        num = (len(sizes) or system.gpus) if args.gpus is None else args.gpus
         gb = args.gpu_gb or min(sizes, default=system.gpu_gb)
         if system.one_gpu and (num == 1 or gb < 80):
             base = system.one_gpu
@@ -210,7 +192,9 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     if file.exists():
         raise ValueError(f"{file} exists; name another file: rl init FILE")
     lines = "".join(f"  {key}\n" for key in keys)
-    return file, TEXT.format(title=system.title, file=file, base=base, name=name, keys=lines)
+    return file, TEXT.format(
+        title=system.title, file=file, base=base, name=_quoted(name), keys=lines
+    )
 
 
 def _data(args: argparse.Namespace, system: System) -> list[str]:

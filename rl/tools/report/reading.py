@@ -163,22 +163,18 @@ def picture_of(run_dir: Path, place: object) -> str | None:
 
 def source_places(record: Record) -> list[tuple[object, object]]:
     """(file, thumbnail) of each source picture that an episode's record names, unchecked."""
-    small = record.get("source_thumbnails")
-    small = small[:MAX_SOURCES] if isinstance(small, list) else []
-    return list(zip_longest([record.get("source_file"), *other_sources(record)], small))
-
-
-def other_sources(record: Record) -> list[object]:
-    """The source pictures that a record names, except the first."""
-    files = record.get("other_source_files")
-    return files[:MAX_SOURCES] if isinstance(files, list) else []
+    files = [record.get("source_file"), *_at_most(record.get("other_source_files"))]
+    return list(zip_longest(files, _at_most(record.get("source_thumbnails"))))
 
 
 def shown_of(record: Record) -> list[str]:
     """Hashes of a held-out sample's pictures; [] in an older run's record."""
-    hashes = record.get("shown")
-    kept = hashes[:MAX_SOURCES] if isinstance(hashes, list) else []
-    return [digest for digest in kept if isinstance(digest, str)]
+    return [digest for digest in _at_most(record.get("shown")) if isinstance(digest, str)]
+
+
+def _at_most(values: object) -> list[Any]:
+    """The first `MAX_SOURCES` of a list; [] for anything else."""
+    return values[:MAX_SOURCES] if isinstance(values, list) else []
 
 
 def is_control(config: Mapping[str, Any]) -> bool:
