@@ -191,7 +191,7 @@ def _parser() -> printing.Parser:
     parser = printing.Parser("rl score", f"{__doc__}{printing.KEY_VALUE}")
     add = parser.add_argument
     add("config", help="a Jsonnet file")
-    add("picture", nargs="+", help="results to grade; also key=value")
+    add("picture", nargs="+", metavar="picture|key=value", help="results to grade; changes of keys")
     add("--source", type=Path, nargs="+", default=[], help="what was edited, in order")
     add("--instruction", help="what was asked for")
     add("--words", help="what the picture was drawn from; default: the instruction")
