@@ -52,8 +52,9 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def config_of(run_dir: Path, *overrides: str) -> Any:
-    base = f"base_exp_dir={run_dir.parent}"
-    return tiny_config.shipped("tiny_prompts", base, *OVERRIDES, *overrides)
+    return tiny_config.shipped(
+        "tiny_prompts", f"base_exp_dir={run_dir.parent}", *OVERRIDES, *overrides
+    )
 
 
 def stored(*allowed: Any, **sections: Any) -> dict[str, Any]:

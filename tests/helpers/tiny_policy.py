@@ -14,11 +14,13 @@ import tiny_emu3
 import tiny_qwen
 import tiny_qwen3
 import torch
+from transformers import PreTrainedConfig
 
 from rl.api.policy import Policy, PolicySetup
 from rl.policies.emu3 import Emu3
 from rl.policies.qwen_vl import Qwen3VL, Qwen25VL
 
+PreTrainedConfig.__repr__ = object.__repr__  # each `from_pretrained` makes one, which it may log
 TEMPERATURE = 0.7
 """Temperature of `make`."""
 ADAPTER = {"r": 4, "alpha": 8}

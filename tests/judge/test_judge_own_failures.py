@@ -73,11 +73,11 @@ def test_pictures_that_the_judge_fails_on_cost_only_themselves(
 def test_pictures_that_get_a_retry_after_hold_up_no_others() -> None:
     fault = Fault(503, headers={"Retry-After": "0.3"})
     with Choosy({0, 1, 2, 3}, fault) as judge:
-        groups, client = with_client(judge, ask_groups, max_concurrency=8, max_outage_s=6.0)
+        groups, client = with_client(judge, ask_groups, max_concurrency=8, max_outage_s=4.0)
     for group, answers in enumerate(groups):
         assert failures_of(answers) == ({"http_503"} if group < 4 else {"value"})
-    assert max(answer.seconds for answers in groups[4:] for answer in answers) < 6
-    assert max(answer.seconds for answers in groups[:4] for answer in answers) < 6 + 20
+    assert max(answer.seconds for answers in groups[4:] for answer in answers) < 4
+    assert max(answer.seconds for answers in groups[:4] for answer in answers) < 4 + 20
     assert client.take_stats().breaker_openings == 0
 
 
