@@ -230,28 +230,14 @@ def _flash(
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
-class _Properties:
-    name, gcnArchName = "a GPU of a rehearsal", ""  # noqa: N815 - PyTorch's names
-    major, minor, multi_processor_count, total_memory = 9, 0, 132, int(150.8e9)
-
-
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """Inside, `torch.cuda` reports one GPU of compute capability 9.0, and `cuda:0` is fake."""
+    """Inside, `torch.cuda` reports a GPU of compute capability 9.0, and `cuda:0` is fake."""
     gpu = FakeGpu()
     answers: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: _Properties,
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
         "_lazy_init": lambda: None,
-        "mem_get_info": lambda device=None: (int(1e11), _Properties.total_memory),
-        "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: gpu.tally.now["cuda"],
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -413,8 +399,14 @@ def _iteration(
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
         frozen = [item for item in sizes.frozen if item.part.startswith("renderer")]
+        if depth is not None:
+            frozen = [item for item in frozen if item.part == "renderer, workspace"]
+            gb = weights["renderer"] / 1e9
+            frozen.append(memory_plan.Item("renderer weights", gb, memory_plan.PHASES))
+            named = policy.module.named_parameters()
+            params = sum(weight.numel() for name, weight in named if "lora_" not in name)
+            sizes = replace(sizes, model=replace(sizes.model, num_layers=depth, params=params))
         sizes = replace(sizes, frozen=frozen, engine=None, judge_share=0.0)
-        sizes = _with_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
         plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
@@ -424,20 +416,6 @@ def _iteration(
         weights_bytes=weights,
         seconds=time.monotonic() - started,
     )
-
-
-def _with_depth(
-    sizes: memory_plan.Sizes, policy: Policy, renderer_bytes: int, depth: int | None
-) -> memory_plan.Sizes:
-    """`sizes` with `depth` layers and with the weights that were built for this depth."""
-    if depth is None:
-        return sizes
-    named = policy.module.named_parameters()
-    params = sum(weight.numel() for name, weight in named if "lora_" not in name)
-    frozen = [item for item in sizes.frozen if item.part == "renderer, workspace"]
-    frozen.append(memory_plan.Item("renderer weights", renderer_bytes / 1e9, memory_plan.PHASES))
-    model = replace(sizes.model, num_layers=depth, params=params)
-    return replace(sizes, model=model, frozen=frozen)
 
 
 # Models
