@@ -410,8 +410,8 @@ def write_audit_page(
 
 def _shown(case: Case, pair: Pair) -> Mapping[str, Any]:
     sample, picture = case.results[pair.kind]
-    pictures = [("source", source) for source in sample.sources]
-    pictures += [
+    pictures = [
+        *(("source", source) for source in sample.sources),
         (f"right: {pair.right:.2f}", case.results[CORRECT][1]),
         (f"wrong: {pair.wrong:.2f}", picture),
     ]

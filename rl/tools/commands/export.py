@@ -111,10 +111,6 @@ def written_aside(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def say(stage: str) -> None:
-    print(f"{stage} ...", flush=True)
-
-
 def refuse_without_text_encoder(trained: Trained) -> None:
     """Raises ValueError if the trained model is not the text encoder of an editor."""
     if at(trained.config, "policy.conditioning") == "base":
@@ -163,15 +159,15 @@ def merge(trained: Trained, args: argparse.Namespace, target: Path) -> None:
 
     policy = policy_of(trained, args)
     config = policy.config
-    say(f"loading {config.model_path} in float32")
+    print(f"loading {config.model_path} in float32 ...", flush=True)
     model = policy.cls.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 
         model_files.read_config(trained.model)  # refuses one that names code to import
-        say("adding the adapter")
+        print("adding the adapter ...", flush=True)
         model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
-    say(f"writing the weights in {config.dtype}")
+    print(f"writing the weights in {config.dtype} ...", flush=True)
     with weights_counted():
         model.to(getattr(torch, config.dtype)).save_pretrained(target)
     if args.form != "text-encoder":
