@@ -324,25 +324,24 @@ class Page:
         it for more than `MAX_WAIT_S`."""
         folder = own_folder(self.run_dir / "report")
         with locked(folder / ".lock", MAX_WAIT_S):
-            return self._write_all(folder)
-
-    def _write_all(self, folder: Path) -> Path:
-        config = read_config(self.run_dir)
-        self._pieces = Pieces(config)
-        damaged = self._write_evaluations()
-        self._write_iterations()
-        for iteration, each in self._iterations.items():
-            if each.num_damaged:
-                damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
-        metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
-        if lines:
-            damaged["metrics.jsonl"] = len(lines)
-        self._write("metrics", self._metrics_data(metrics, config))
-        for path in (folder / "data").iterdir():
-            if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
-                path.unlink()  # of iterations that a resume repeats
-        write_atomically(folder / "index.html", self._html(metrics, config, damaged), durable=False)
-        return folder / "index.html"
+            config = read_config(self.run_dir)
+            self._pieces = Pieces(config)
+            damaged = self._write_evaluations()
+            self._write_iterations()
+            for iteration, each in self._iterations.items():
+                if each.num_damaged:
+                    damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
+            metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
+            if lines:
+                damaged["metrics.jsonl"] = len(lines)
+            self._write("metrics", self._metrics_data(metrics, config))
+            for path in (folder / "data").iterdir():
+                if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
+                    path.unlink()  # of iterations that a resume repeats
+            write_atomically(
+                folder / "index.html", self._html(metrics, config, damaged), durable=False
+            )
+            return folder / "index.html"
 
     def _write(self, name: str, value: Any) -> None:
         """A data file, which passes its value to `page/base.js`."""
