@@ -162,7 +162,10 @@ def write_atomically(
 
 def json_line(value: Mapping[str, Any]) -> str:
     """Strict JSON that every reader takes as one line; NaN and infinities become null."""
-    text = json.dumps(with_leaves(value, _finite), ensure_ascii=False, allow_nan=False)
+    finite = with_leaves(
+        value, lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+    )
+    text = json.dumps(finite, ensure_ascii=False, allow_nan=False)
     return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
@@ -250,10 +253,6 @@ def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (str, int, float)) or not isinstance(value, Mapping):  # the slowest last
         return change(value)
     return {change(key): with_leaves(item, change) for key, item in value.items()}
-
-
-def _finite(leaf: Any) -> Any:
-    return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
 
 # ---- images --------------------------------------------------------------------------------------

@@ -184,22 +184,21 @@ def prepare_transformer(transformer: Any, config: DenoisingConfig, device: str) 
     if config.fp8 == "off":
         move(transformer, device)
     if config.lora_path:
-        fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
+        from diffusers.loaders import QwenImageLoraLoaderMixin
+
+        # A few-step adapter, for good. The metadata holds alpha; without it peft assumes alpha =
+        # rank and the strength is wrong.
+        state_dict, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
+            config.lora_path,
+            weight_name=config.lora_weight_name,
+            use_safetensors=True,
+            return_lora_metadata=True,
+        )
+        QwenImageLoraLoaderMixin.load_lora_into_transformer(
+            state_dict, transformer, metadata=metadata
+        )
     if config.fp8 != "off":
         move(transformer, device, rounded=True)
-
-
-def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
-    """Add a few-step adapter to the weights permanently."""
-    from diffusers.loaders import QwenImageLoraLoaderMixin
-
-    # The metadata holds alpha; without it peft assumes alpha = rank and the strength is wrong.
-    state_dict, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
-        lora_path, weight_name=weight_name, use_safetensors=True, return_lora_metadata=True
-    )
-    QwenImageLoraLoaderMixin.load_lora_into_transformer(state_dict, transformer, metadata=metadata)
-    transformer.fuse_lora()
-    transformer.unload_lora()
 
 
 # ---- qwen image base loop ------------------------------------------------------------------------

@@ -38,11 +38,6 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _at_once(path: str, flags: int) -> int:
-    """Opens without waiting: reading a named pipe in place of the file then raises OSError."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 class Lines:
     """The whole lines of a growing file that were not read before."""
 
@@ -51,7 +46,10 @@ class Lines:
 
     def new(self) -> list[bytes]:
         try:
-            with open(self._path, "rb", opener=_at_once) as file:
+            # Without waiting: reading a named pipe in place of the file then raises OSError.
+            with open(
+                self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+            ) as file:
                 file.seek(self._offset)
                 whole, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:

@@ -184,11 +184,8 @@ def lines(subject: Subject) -> Iterator[Line]:
             yield skipped(what, str(error))
         except (FaultError, SyncError) as error:
             yield result(what, False, str(error), fix)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            described = find.described(error)
-            yield result(what, False, f"raises {described}", fix)
+        except (Exception, SystemExit) as error:
+            yield result(what, False, f"raises {find.described(error)}", fix)
 
 
 def _prompt(subject: Subject) -> str:

@@ -137,6 +137,8 @@ SMALL_GB = 4.0
 """GPU memory for a step that does not run alone, with its CUDA context."""
 MIN_START_S = 20.0
 """A step that has less time than this, and than its limit, is not started."""
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+"""Environment of a step under `--tiny`."""
 LARGE_GPU_GB = 78.0
 """An "80 GB" GPU has at least so many."""
 
@@ -203,9 +205,12 @@ def _run(step: Step, setup: Setup, end_s: float) -> tuple[str, float]:
     # Like `rl` itself, a step imports from the working folder only where that is the clone.
     command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.gpu_checks"]
     command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
+    # No downloads; few threads, as steps run side by side.
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1"}
+    environment |= {"TMPDIR": setup.folder} | (ON_CPU if setup.tiny else {})
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=_environment(setup), start_new_session=True
+            command, stdout=file, stderr=file, env=environment, start_new_session=True
         )
     code: int | None = None
     with suppress(subprocess.TimeoutExpired):
@@ -284,14 +289,6 @@ def kill(*pids: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _environment(setup: Setup) -> dict[str, str]:
-    """No downloads; few threads, as steps run side by side."""
-    found = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": setup.folder}
-    if setup.tiny:
-        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return found
 
 
 def last_words(log: str) -> str:

@@ -308,7 +308,10 @@ async def attack(
     asked = await ask(plugin, judge, device, {**references, **attacks})
     if few := too_few_graded(measured(plugin.key, cases, asked, limits)):
         raise JudgeError(f"{plugin.key}: {few}")
-    means = _means(asked)
+    graded: dict[str, list[float]] = {}
+    for (_, kind), values in asked.values.items():
+        graded.setdefault(kind, []).extend(values)
+    means = {kind: float(np.mean(values)) for kind, values in graded.items() if values}
     right = means.get(CORRECT, math.nan)
     floor = min((means[kind] for kind in reference_kinds[1:] if kind in means), default=0.0)
     results = []
@@ -317,14 +320,6 @@ async def attack(
             gain = (mean - floor) / (right - floor) if right > floor else math.inf
             results.append(AttackResult(name, mean, gain, gain <= MAX_GAIN))
     return results, right, floor
-
-
-def _means(asked: Asked) -> dict[str, float]:
-    """Kind -> mean value of its graded results."""
-    by_kind: dict[str, list[float]] = {}
-    for (_, kind), values in asked.values.items():
-        by_kind.setdefault(kind, []).extend(values)
-    return {kind: float(np.mean(values)) for kind, values in by_kind.items() if values}
 
 
 def save_results(resolved: Resolved, **results: Any) -> None:
@@ -340,11 +335,10 @@ def save_results(resolved: Resolved, **results: Any) -> None:
     if results:
         known[key]["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(known, indent=1, default=_without_worst) + "\n")
-
-
-def _without_worst(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
-    return {name: value for name, value in vars(result).items() if name != "worst"}
+    text = json.dumps(
+        known, indent=1, default=lambda each: {k: v for k, v in vars(each).items() if k != "worst"}
+    )
+    write_atomically(file, text + "\n")
 
 
 # ---- audit report --------------------------------------------------------------------------------
@@ -416,8 +410,8 @@ def write_audit_page(
 
 def _shown(case: Case, pair: Pair) -> Mapping[str, Any]:
     sample, picture = case.results[pair.kind]
-    pictures = [("source", source) for source in sample.sources]
-    pictures += [
+    pictures = [
+        *(("source", source) for source in sample.sources),
         (f"right: {pair.right:.2f}", case.results[CORRECT][1]),
         (f"wrong: {pair.wrong:.2f}", picture),
     ]

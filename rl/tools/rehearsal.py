@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,10 +132,6 @@ class FakeGpu(TorchDispatchMode):
         """While models load: their weights have no values on the host either."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def loading(self) -> AbstractContextManager[Any]:
-        """Inside, new CPU tensors are fake, too."""
-        return mock.patch.object(self, "host_is_fake", True)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -230,28 +226,14 @@ def _flash(
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
-class _Properties:
-    name, gcnArchName = "a GPU of a rehearsal", ""  # noqa: N815 - PyTorch's names
-    major, minor, multi_processor_count, total_memory = 9, 0, 132, int(150.8e9)
-
-
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """Inside, `torch.cuda` reports one GPU of compute capability 9.0, and `cuda:0` is fake."""
+    """Inside, `torch.cuda` reports a GPU of compute capability 9.0, and `cuda:0` is fake."""
     gpu = FakeGpu()
     answers: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: _Properties,
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
         "_lazy_init": lambda: None,
-        "mem_get_info": lambda device=None: (int(1e11), _Properties.total_memory),
-        "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: gpu.tally.now["cuda"],
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -413,8 +395,14 @@ def _iteration(
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
         frozen = [item for item in sizes.frozen if item.part.startswith("renderer")]
+        if depth is not None:
+            frozen = [item for item in frozen if item.part == "renderer, workspace"]
+            gb = weights["renderer"] / 1e9
+            frozen.append(memory_plan.Item("renderer weights", gb, memory_plan.PHASES))
+            named = policy.module.named_parameters()
+            params = sum(weight.numel() for name, weight in named if "lora_" not in name)
+            sizes = replace(sizes, model=replace(sizes.model, num_layers=depth, params=params))
         sizes = replace(sizes, frozen=frozen, engine=None, judge_share=0.0)
-        sizes = _with_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
         plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
@@ -424,20 +412,6 @@ def _iteration(
         weights_bytes=weights,
         seconds=time.monotonic() - started,
     )
-
-
-def _with_depth(
-    sizes: memory_plan.Sizes, policy: Policy, renderer_bytes: int, depth: int | None
-) -> memory_plan.Sizes:
-    """`sizes` with `depth` layers and with the weights that were built for this depth."""
-    if depth is None:
-        return sizes
-    named = policy.module.named_parameters()
-    params = sum(weight.numel() for name, weight in named if "lora_" not in name)
-    frozen = [item for item in sizes.frozen if item.part == "renderer, workspace"]
-    frozen.append(memory_plan.Item("renderer weights", renderer_bytes / 1e9, memory_plan.PHASES))
-    model = replace(sizes.model, num_layers=depth, params=params)
-    return replace(sizes, model=model, frozen=frozen)
 
 
 # Models
@@ -469,6 +443,8 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
     from rl import model_files
     from rl.renderers import emu3_vq_loop
 
+    loading = partial(mock.patch.object, gpu, "host_is_fake", True)
+
     def shortened(config: Any) -> Any:
         for part in (config, getattr(config, "text_config", None)):
             for key in DEPTH_KEYS if depth and part is not None else ():
@@ -485,7 +461,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
             config = reader.from_pretrained(path, subfolder=subfolder)
         make = cls.from_config if cls is AutoModelForImageTextToText else cls._from_config
         known = {k: options[k] for k in ("dtype", "attn_implementation") if k in options}
-        with gpu.loading():
+        with loading():
             model = make(shortened(config), **known)
         place = options.get("device_map", {}).get("", "cpu")
         model = model.eval().to(place) if place != "cpu" else model.eval()
@@ -496,7 +472,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         config = cls.load_config(path, subfolder=subfolder)
         if depth and "num_layers" in cls._get_init_keys(cls):
             config = {**config, "num_layers": depth}
-        with gpu.loading():
+        with loading():
             model = cls.from_config(config)
             torch.nn.Module.to(model, options["torch_dtype"])  # diffusers' own `to` warns
         place = options.get("device_map", {}).get("", "cpu")
@@ -505,7 +481,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
     def of_emu3_vq(path: str, revision: str | None, original: bool, device: str) -> Any:
         from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
-        with gpu.loading():
+        with loading():
             config = Emu3VQVAEConfig.from_pretrained(path)  # nosec B615 # a local folder
             tensors = Emu3VQVAE(config).state_dict()
         return {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -600,18 +576,6 @@ def lines(done: Rehearsed) -> Iterator[str]:
         f"one rank, {done.num_groups} groups, {done.num_prompt_tokens} prompt tokens, "
         f"{done.num_pictures} pictures, {done.seconds:.0f} s"
     )
-    yield from _memory(done)
-    tflop = done.tally.flops.total() / 1e12
-    yield f"\nmatrix products, convolutions and attention: {tflop:.1f} TFLOP"
-
-
-def peaks_gb(done: Rehearsed) -> dict[str, float]:
-    """The plan's phase -> its peak GPU memory in GB, without the CUDA context."""
-    peaks = {name: max(done.tally.peak[phase] for phase in PLANNED[name]) for name in PLANNED}
-    return {name: peak / 1e9 for name, peak in peaks.items() if peak}
-
-
-def _memory(done: Rehearsed) -> Iterator[str]:
     yield "GPU memory, GB          rehearsed     plan  error"
     items = [] if done.plan is None else done.plan.items
     for owner, num_bytes in done.weights_bytes.items():
@@ -624,6 +588,14 @@ def _memory(done: Rehearsed) -> Iterator[str]:
         yield _row(f"peak of {phase!r}", gb, planned_gb)
     if done.plan is None:
         yield "  no plan: rl check does not know the sizes of the policy's model"
+    tflop = done.tally.flops.total() / 1e12
+    yield f"\nmatrix products, convolutions and attention: {tflop:.1f} TFLOP"
+
+
+def peaks_gb(done: Rehearsed) -> dict[str, float]:
+    """The plan's phase -> its peak GPU memory in GB, without the CUDA context."""
+    peaks = {name: max(done.tally.peak[phase] for phase in PLANNED[name]) for name in PLANNED}
+    return {name: peak / 1e9 for name, peak in peaks.items() if peak}
 
 
 def _row(name: str, gb: float, planned_gb: float | None) -> str:

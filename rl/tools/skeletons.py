@@ -55,7 +55,11 @@ def _write(model: Json, target: Path) -> None:
         tiny = {} if is_complete else json.loads(file.read_text())
         file.write_text(json.dumps(_merged(tiny, sizes), indent=1))
     if (target / "text_encoder_3").is_dir():
-        _write_t5_tokenizer(target / "tokenizer_3")
+        from transformers import T5TokenizerFast
+
+        # One token per word: prompts are padded to one length anyway.
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]
+        T5TokenizerFast(vocab=pieces, extra_ids=0).save_pretrained(target / "tokenizer_3")
     if model["like"] == "emu3":
         _fill_emu3_tokenizer(target / "tokenizer.json")
 
@@ -90,14 +94,6 @@ def _fill_emu3_tokenizer(file: Path) -> None:
         for place, name in enumerate(names)
     ]
     file.write_text(json.dumps(tokenizer))
-
-
-def _write_t5_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with one token per word; prompts are padded to one length anyway."""
-    from transformers import T5TokenizerFast
-
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]
-    T5TokenizerFast(vocab=pieces, extra_ids=0).save_pretrained(folder)
 
 
 # ---- cuda guard ----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from rl.judge.server import StartedJudge, raise_if_ended
 from rl.ranks.signals import remedy
 from rl.tools import judge_audit
 from rl.tools.audit_cases import configured_cases, pair_cases
+from rl.tools.commands.edit import at_least_one
 from rl.tools.judge_audit import attack_lines, audit_lines, write_audit_page
 
 
@@ -47,15 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
     parser.add_config()
     parser.add_argument(
-        "--cases", type=int, default=judge_audit.NUM_CASES, metavar="N", help="samples: 64"
+        "--cases", type=at_least_one, default=judge_audit.NUM_CASES, metavar="N", help="samples: 64"
     )
     parser.add_argument("--seed", type=int, default=0, help="other drawn scenes")
     parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
     parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
     parser.add_argument("--at-start", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
-    if args.cases < 1:
-        parser.error(f"--cases {args.cases}: at least 1")
     if args.columns and not args.pairs:
         parser.error("--columns names the columns of --pairs FILE")
     try:

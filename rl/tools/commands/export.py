@@ -39,7 +39,6 @@ from rl.tools.trained import Trained, load_trained, require_trusted
 
 ADAPTER_FILES = (model_files.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @printing.program
@@ -58,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--base", help="folder or hub id of weights, tokenizer and processor")
     add("--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base")
     add("--policy", help="the run's policy plugin, whose code you trust")
-    add("--dtype", choices=DTYPES, help="dtype of the result; default: the run's")
     args = parser.parse_args(arguments)
     export(args)
     print(f"wrote {args.target}")
@@ -75,13 +73,11 @@ def export(args: argparse.Namespace) -> None:
             f"{trained.model} is a whole model (full fine-tuning): there is no adapter; export it "
             "--as model"
         )
-    if args.form == "adapter" and args.dtype:
-        raise ValueError("--dtype is of a model; --as adapter copies what the run wrote")
     if args.form == "text-encoder":
         refuse_without_text_encoder(trained)
     is_copied = args.form == "adapter" or not trained.is_adapter
     with written_aside(args.target) as folder:
-        if is_copied and args.form != "text-encoder" and not args.dtype:
+        if is_copied and args.form != "text-encoder":
             for name in ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES:
                 for file in trained.model.glob(name):
                     if file.is_symlink():
@@ -113,10 +109,6 @@ def written_aside(target: Path) -> Iterator[Path]:
         folder.rename(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def say(stage: str) -> None:
-    print(f"{stage} ...", flush=True)
 
 
 def refuse_without_text_encoder(trained: Trained) -> None:
@@ -161,23 +153,23 @@ def policy_of(trained: Trained, args: argparse.Namespace) -> build.Plugin[Traine
 
 
 def merge(trained: Trained, args: argparse.Namespace, target: Path) -> None:
-    """Write base + adapter (or the whole trained model), added in float32 and rounded to the
-    target's dtype once; but for a text encoder also the tokenizer and processor."""
+    """Write base + adapter (or the whole trained model), added in float32 and rounded to the run's
+    dtype once; but for a text encoder also the tokenizer and processor."""
     import torch
 
     policy = policy_of(trained, args)
-    config, dtype = policy.config, args.dtype or policy.config.dtype
-    say(f"loading {config.model_path} in float32")
+    config = policy.config
+    print(f"loading {config.model_path} in float32 ...", flush=True)
     model = policy.cls.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 
         model_files.read_config(trained.model)  # refuses one that names code to import
-        say("adding the adapter")
+        print("adding the adapter ...", flush=True)
         model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
-    say(f"writing the weights in {dtype}")
+    print(f"writing the weights in {config.dtype} ...", flush=True)
     with weights_counted():
-        model.to(getattr(torch, dtype)).save_pretrained(target)
+        model.to(getattr(torch, config.dtype)).save_pretrained(target)
     if args.form != "text-encoder":
         policy.cls.save_prompt_files(config, target)
 

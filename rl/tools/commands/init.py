@@ -44,8 +44,6 @@ class System(NamedTuple):
     config: str  # the shipped config that the new one extends
     data: str = ""  # key of DATA; '': needs no GPU, has its own data and judge
     columns: str = ""  # keys of COLUMNS
-    can_split: bool = False  # held-out rows can be split off, and columns be named
-    has_data: bool = True  # in `config`
     one_gpu: str = ""  # the shipped config for one GPU, or for smaller ones; '': the same
     on_large_gpus: str = ""  # line for `config` on GPUs that are large enough for all models
     gpus: int = 1  # that `config` is written for
@@ -60,7 +58,6 @@ SYSTEMS = {
         "qwen_image_edit",
         data="hf_dataset",
         columns="instruction source",
-        can_split=True,
         one_gpu="one_gpu_80gb",
         gpus=8,
         gpu_gb=141,
@@ -79,7 +76,6 @@ SYSTEMS = {
         "vlm_reasoning",
         data="hf_dataset",
         columns="instruction source answer",
-        can_split=True,
         one_gpu="one_gpu_24gb",
         gpus=2,
     ),
@@ -87,7 +83,6 @@ SYSTEMS = {
         "Emu3 writes the edited picture as tokens, a judge grades",
         "sft_s__rl_s",
         data="emu3_tokens",
-        has_data=False,
         gpus=4,
         has_judge=True,
     ),
@@ -200,19 +195,20 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
     train, held_out = args.data, args.held_out
-    if not train and not system.has_data:
+    if not train and system.data == "emu3_tokens":
         raise ValueError(f"--data is missing: {DATA[system.data]}")
     if not train:
         if held_out:
             raise ValueError("--held-out needs --data, the rows that are trained on")
         return []
-    if not held_out and not system.can_split:
+    can_split = system.data == "hf_dataset"  # and its columns can be named
+    if not held_out and not can_split:
         raise ValueError("--held-out is missing: this data cannot be split")
     is_jsonl = train.endswith(".jsonl")
     rows = Lines(Path(train)) if is_jsonl else ()
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
     more, splits = "", ("", "")
-    if system.can_split:
+    if can_split:
         if not held_out:
             num = max(1, min(MAX_HELD_OUT, len(rows) // 5)) if is_jsonl else MAX_HELD_OUT
             splits = (f", split: 'train[:-{num}]'", f", split: 'train[-{num}:]'")

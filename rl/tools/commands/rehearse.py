@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from rl import printing
 from rl.config.schema import ConfigError, load_config
+from rl.tools.commands.edit import at_least_one
 from rl.tools.skeletons import CannotRehearseError, load
 
 
@@ -33,10 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = printing.Parser("rl rehearse", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
-    parser.add_argument("--depth", type=int, metavar="N", help=depth)
+    parser.add_argument("--depth", type=at_least_one, metavar="N", help=depth)
     args = parser.parse_intermixed_args(argv)
-    if args.depth is not None and args.depth < 1:
-        parser.error(f"--depth {args.depth}: a model needs at least 1 layer")
     try:
         config = load_config(args.config, args.overrides)
         load()

@@ -348,24 +348,24 @@ class Page:
         it for more than `MAX_WAIT_S`."""
         folder = own_folder(self.run_dir / "report")
         with locked(folder / ".lock", MAX_WAIT_S):
-            return self._write_all(folder)
-
-    def _write_all(self, folder: Path) -> Path:
-        self._pieces = Pieces(read_config(self.run_dir))
-        damaged = self._write_evaluations()
-        self._write_iterations()
-        for iteration, each in self._iterations.items():
-            if each.num_damaged:
-                damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
-        metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
-        if lines:
-            damaged["metrics.jsonl"] = len(lines)
-        self._write("metrics", self._metrics_data(metrics))
-        for path in (folder / "data").iterdir():
-            if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
-                path.unlink()  # of iterations that a resume repeats
-        write_atomically(folder / "index.html", self._html(metrics, damaged), durable=False)
-        return folder / "index.html"
+            config = read_config(self.run_dir)
+            self._pieces = Pieces(config)
+            damaged = self._write_evaluations()
+            self._write_iterations()
+            for iteration, each in self._iterations.items():
+                if each.num_damaged:
+                    damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
+            metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
+            if lines:
+                damaged["metrics.jsonl"] = len(lines)
+            self._write("metrics", self._metrics_data(metrics, config))
+            for path in (folder / "data").iterdir():
+                if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
+                    path.unlink()  # of iterations that a resume repeats
+            write_atomically(
+                folder / "index.html", self._html(metrics, config, damaged), durable=False
+            )
+            return folder / "index.html"
 
     def _write(self, name: str, value: Any) -> None:
         """A data file, which passes its value to `page/base.js`."""
@@ -430,17 +430,17 @@ class Page:
                 damaged[f"evaluation/{folder.name}"] = len(numbers)
         return damaged
 
-    def _metrics_data(self, metrics: Sequence[Record]) -> dict[str, Any]:
+    def _metrics_data(self, metrics: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
         """Every metric, and the histograms of rewards and advantages."""
-        config = read_config(self.run_dir)
         keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
         factors: list[Any] = [config.get(key) for key in keys]
         known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
         data = curve_data(metrics, prod(factors) if known else None)
         return data | {"histograms": [each.histograms for each in self._iterations.values()]}
 
-    def _html(self, metrics: Sequence[Record], damaged: Mapping[str, int]) -> str:
-        config = read_config(self.run_dir)
+    def _html(
+        self, metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
+    ) -> str:
         base, name = config.get("base_exp_dir"), config.get("run_name")
         groups = [len(each.groups["rows"]) for each in self._iterations.values()]
         evaluations = evaluation_folders(self.run_dir)
