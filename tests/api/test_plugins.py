@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_config
 from PIL import Image
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_typing import typing_errors
 
 from rl.api.renderer import drawn_problem
@@ -249,9 +249,8 @@ def test_an_invalid_plugin_name_is_not_imported(tmp_path, monkeypatch, name: str
 
 
 def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raising(ConfigError, "rewards.a/b: ... letters, digits"):
         problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
-    assert holds(str(error.value), "rewards.a/b: ... letters, digits")
 
 
 RIGHT = """

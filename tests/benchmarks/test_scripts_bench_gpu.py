@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_messages import refusal
 
 from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
 from benchmarks.gpu_models import REAL
@@ -56,13 +57,11 @@ def test_every_case_runs_at_tiny_size(tmp_path):
     assert found["iterations at this size"]["note"] == "2 of 2"
 
 
-def test_without_a_gpu_real_sizes_and_unknown_cases_are_refused(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_real_sizes_and_unknown_cases_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert bench_gpu.main(["--cases", "dit", "--out", str(tmp_path)]) == 1
-    assert "--tiny" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench_gpu.main(["--cases", "dti", "--tiny", "--out", str(tmp_path)])
-    assert "did you mean 'dit'?" in capsys.readouterr().err
+    out = ["--out", str(tmp_path), "--cases"]
+    assert "--tiny" in refusal(bench_gpu.main, [*out, "dit"])
+    assert "did you mean 'dit'?" in refusal(bench_gpu.main, [*out, "dti", "--tiny"], 2)
 
 
 # The check of the attention kernel

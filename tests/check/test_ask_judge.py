@@ -14,7 +14,7 @@ import tiny_config
 import tiny_loop
 from PIL import Image
 from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge, first_token
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 from tiny_ranks import held_port
 
 from rl import build
@@ -157,15 +157,13 @@ def test_the_judge_is_asked_about_the_runs_own_sample(tmp_path: Path) -> None:
     assert "erase the circle" in str(judge.requests)
 
 
-def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
+def test_no_judge_is_asked_unless_online_and_running(tmp_path) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(500)
         assert check_report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0
     text, code = report_online(tmp_path, judge={"start_command": tiny_loop.JUDGE})
     assert code == 0 and "not asked" in text
-    with pytest.raises(SystemExit) as ended:
-        main(["--online", "config.jsonnet"])
-    assert ended.value.code == 2 and holds(capsys.readouterr().err, "--online ... --check")
+    assert holds(refusal(main, ["--online", "config.jsonnet"], 2), "--online ... --check")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])

@@ -6,13 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_config
 from tiny_config import evaluated as shipped
-from tiny_messages import holds
+from tiny_messages import code_of, holds
 
 from rl import build
 from rl.check import check_report, memory_plan
@@ -484,10 +485,7 @@ def test_a_model_of_unknown_size_is_not_said_to_fit(
     assert "nothing is wrong" not in text and "  fits with" not in text
 
 
-def launched(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return int(caught.value.code or 0)
+launched = partial(code_of, main)
 
 
 def sized(folder: Path) -> str:

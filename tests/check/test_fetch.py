@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 import tiny_config
 from tiny_faulty_judge import MODEL, FaultyJudge
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 
 from rl import build, simple_launch
 from rl.check import check_report
@@ -85,7 +85,7 @@ def test_a_model_of_another_kind_is_refused_before_any_weights(
 
 
 def test_data_and_judge_are_checked_before_models_are_fetched(
-    fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fetched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_report, "START_PATIENCE_S", 0.0)
     monkeypatch.setattr(check_report, "problems", lambda config, with_data: [])
@@ -96,9 +96,7 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
         rows = [{"path": "nobody/data-of-the-hub"}, local] if column == "wrong" else [local]
         data = {"train": [{"type": "hf_dataset"} | section for section in rows]}
         values = tiny_config.real(tmp_path, judge=judge, data=data)
-        with pytest.raises(SystemExit, match="1"):
-            simple_launch.main([str(tiny_config.write(tmp_path, values))])
-        return capsys.readouterr().err
+        return refusal(simple_launch.main, [str(tiny_config.write(tmp_path, values))])
 
     gone = {"api_base": "http://127.0.0.1:9", "model": MODEL, "max_attempts": 1}
     assert holds(refusal_of("wrong", gone), "train.jsonl[train], row 1: has no 'wrong'"), (
@@ -107,5 +105,5 @@ def test_data_and_judge_are_checked_before_models_are_fetched(
     assert holds(refusal_of("instruction", gone), "no judge at http://127.0.0.1:9")
     assert not has_weights(fetched)
     with FaultyJudge() as judge:
-        refusal = refusal_of("instruction", {**gone, "api_base": judge.api_base})
-    assert holds(refusal, "401 gated") and has_weights(fetched)
+        gated = refusal_of("instruction", {**gone, "api_base": judge.api_base})
+    assert holds(gated, "401 gated") and has_weights(fetched)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_config
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 
 from rl import build
 from rl.check import check_report
@@ -84,13 +84,10 @@ def test_a_key_that_nothing_reads_is_reported(
     assert all(key in line for key, line in zip(sorted(keys), reported, strict=True)), lines
 
 
-def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> None:
+def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    runs = f"base_exp_dir={tmp_path}"
-    with pytest.raises(SystemExit) as done:
-        main(["configs/quickstart.jsonnet", runs, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
-    assert done.value.code == 0
-    printed = capsys.readouterr().err.splitlines()[-2:]
+    changes = [f"base_exp_dir={tmp_path}", "optimizer.zero_stage=3", "sampling.top_p=0.9"]
+    printed = refusal(main, ["configs/quickstart.jsonnet", *changes], 0).splitlines()[-2:]
     assert holds(printed[0], "without effect ... optimizer.zero_stage: ... 'torch'")
     assert holds(printed[1], "sampling.top_p: 0.9 ... Use 1.0")
 

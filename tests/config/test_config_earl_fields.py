@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import holds
+from tiny_messages import holds, raising
 
 from rl import build
 from rl.config import loading
@@ -177,9 +177,8 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
     ],
 )
 def test_mistakes_name_field_and_fix(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raising(ConfigError, parts):
         load(tmp_path, flat(**changes))
-    assert holds(caught.value, parts), caught.value
 
 
 @pytest.mark.parametrize("name", [name for name in tiny_config.SHIPPED if "__rl_" in name])

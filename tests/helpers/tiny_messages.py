@@ -5,14 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 
-def refusal(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> str:
+def code_of(main: Callable[[Sequence[str]], Any], *arguments: str) -> object:
+    """The exit code of a command, which returns it or ends Python with it."""
+    try:
+        return main([*arguments])
+    except SystemExit as end:
+        return end.code or 0
+
+
+def refusal(main: Callable[[Sequence[str]], Any], arguments: Sequence[str], code: int = 1) -> str:
     """What a command prints to stderr when it refuses its arguments."""
     with contextlib.redirect_stderr(io.StringIO()) as stream:
-        assert main(arguments) == 1
+        assert code_of(main, *arguments) == code
     return stream.getvalue()
 
 

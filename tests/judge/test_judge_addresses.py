@@ -18,7 +18,7 @@ from tiny_faulty_judge import (
     read_pair,
     with_client,
 )
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_ranks import held_port
 
 from rl.api.judge import Answer
@@ -138,10 +138,10 @@ def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFix
         [warning] = caplog.messages
         assert holds(warning, f"the judge at {dead_address} ... after 0 s")
         started_s = time.monotonic()
-        with pytest.raises(JudgeUnreachableError) as error:
+        parts = f"{dead_address}  ... {dead_address}/too ... judge.api_base"
+        with raising(JudgeUnreachableError, parts):
             with_client([dead_address, f"{dead_address}/too"], lambda c: c.check_health(0.5))
         assert 0.4 < time.monotonic() - started_s < 4
-        assert holds(error.value, f"{dead_address}  ... {dead_address}/too ... judge.api_base")
         with pytest.raises(JudgeRefused, match=r"judge\.model='other'"):
             with_client([dead_address, judge], lambda c: c.check_health(0.0), model="other")
 

@@ -24,7 +24,7 @@ from tiny_faulty_judge import (
     pair_question,
     raw,
 )
-from tiny_messages import holds
+from tiny_messages import raising
 
 from rl.judge import http as judge_http
 from rl.judge.client import Answer, JudgeRefused, JudgeStats
@@ -277,9 +277,8 @@ def test_a_wrong_environment_variable_is_named_in_the_error(
     name: str, value: str, api_base: str, parts: str, bare_environment: pytest.MonkeyPatch
 ) -> None:
     bare_environment.setenv(name, value)
-    with pytest.raises(ValueError) as error:
+    with raising(ValueError, f"{name} ... {parts}"):
         judge_http.JudgeHttp(api_base, {}, max_connections=1)
-    assert holds(error.value, f"{name} ... {parts}")
     judge_http.JudgeHttp("http://127.0.0.1:1/v1", {}, max_connections=1)  # uses neither
 
 

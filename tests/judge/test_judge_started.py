@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_loop
-from tiny_messages import holds
+from tiny_messages import holds, raising
 from tiny_programs import write_programs
 from tiny_waits import is_gone, wait_for
 
@@ -117,11 +117,10 @@ def test_another_runs_judge_is_not_taken_for_its_own(
                     raise_if_ended(second, log)
                     await asyncio.sleep(0.05)
 
-    with free_port() as port, pytest.raises(JudgeError) as error:
+    parts = "another process answers ... a port of its own"
+    parts += "" if knows_its_port else " ... ended with exit code 1 ... own, ... : in use"
+    with free_port() as port, raising(JudgeError, f"{port} ... {parts}"):
         asyncio.run(start_both(port))
-    ended = "" if knows_its_port else "ended with exit code 1 ... "
-    assert holds(error.value, f"{ended}{port} ... another process answers ... a port of its own")
-    assert knows_its_port or holds(error.value, "own, ... : in use")
 
 
 DIES = """
@@ -143,10 +142,9 @@ def test_a_judge_that_ends_in_mid_run_is_noticed_at_once(tmp_path: Path) -> None
             client = JudgeClient(config, await started.wait_until_ready(), check=check)
             await client.ask(Question(("How good?",), {}), str)
 
-    with pytest.raises(JudgeEndedError) as error:
-        asyncio.run(asyncio.wait_for(ask(), 100))
     parts = f"ended with exit code 137: no memory left\n ... {log}\nThe same command"
-    assert holds(error.value, parts)
+    with raising(JudgeEndedError, parts):
+        asyncio.run(asyncio.wait_for(ask(), 100))
     with StartedJudge(config, log):
         raise_if_ended(config, log)
 

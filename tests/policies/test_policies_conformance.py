@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import pytest
 import tiny_loop
 import torch
+from tiny_messages import code_of
 from tiny_typing import typing_errors
 
 from rl import simple_launch
@@ -229,8 +230,7 @@ def test_what_cannot_be_tested_is_refused(
 
 def test_the_command_needs_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.execv", execv := Mock(side_effect=SystemExit))
-    with pytest.raises(SystemExit):
-        simple_launch.main(["--check", "--conformance", "nothing"])
+    code_of(simple_launch.main, "--check", "--conformance", "nothing")
     assert execv.call_args.args[1][-2:] == ["rl.tools.conformance", "nothing"]
 
 
@@ -239,8 +239,7 @@ def test_the_command_hands_over_what_it_was_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.execv", execv := Mock(side_effect=SystemExit))
-    with pytest.raises(SystemExit):
-        simple_launch.main(["my.jsonnet", "a=1", "--conformance=emu3", "--check"])
+    code_of(simple_launch.main, "my.jsonnet", "a=1", "--conformance=emu3", "--check")
     *_, option, module, plugin, config, override = execv.call_args.args[1]
     assert (option, plugin, override) == ("-m", "emu3", "a=1")
     monkeypatch.setattr(sys, "argv", [module, plugin, config, override])

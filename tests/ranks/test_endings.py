@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_config
+from tiny_messages import refusal
 
 from rl import simple_launch
 from rl.ranks import supervision
@@ -79,7 +80,6 @@ def test_the_rank_that_failed_first_is_named(
 def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     retries: int,
     starts: list[tuple[Ending, int]],
     code: int,
@@ -97,9 +97,8 @@ def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     script = tmp_path / "script.py"
     script.touch()
-    with pytest.raises(SystemExit) as exit_info:
-        simple_launch.main(["--retries", str(retries), str(script), str(config)])
-    assert exit_info.value.code == code and not list(remaining)
-    errors = capsys.readouterr().err.replace("\n", "; ")
+    words = ["--retries", str(retries), str(script), str(config)]
+    errors = refusal(simple_launch.main, words, code).replace("\n", "; ")
+    assert not list(remaining)
     assert re.search(pattern, errors), errors
     assert retries or "started again" not in errors

@@ -17,7 +17,7 @@ import tiny_loop
 import tiny_ranks
 import torch
 from tiny_loop import HELPERS, environment, listeners
-from tiny_messages import holds, raising
+from tiny_messages import code_of, holds, raising, refusal
 from tiny_ranks import held_port
 from tiny_waits import is_gone, wait_for
 
@@ -62,8 +62,11 @@ def printed_by(process: BaseProcess, timeout_s: float = 120) -> list[str]:
     return [Path(f"{process.name}.{stream}").read_text() for stream in ("stdout", "stderr")]
 
 
-def errors_of(process: BaseProcess) -> str:
-    return printed_by(process)[1]
+def errors_of(process: BaseProcess, code: int) -> str:
+    """What a launch that ends with this exit code has printed on stderr."""
+    _, errors = printed_by(process)
+    assert process.exitcode == code, errors
+    return errors
 
 
 def wait_for_notes(folder: Path, name: str) -> None:
@@ -105,8 +108,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
     wait_for_notes(tmp_path, "interfaces")
     launcher, *ranks = listening(process.pid)
     (tmp_path / "seen").touch()
-    errors = errors_of(process)
-    assert process.exitcode == 0, errors
+    errors_of(process, 0)
     for rank in range(2):
         assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
     assert launcher == [], "the launcher does not listen"
@@ -116,9 +118,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
 
 @pytest.mark.slow
 def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: Path) -> None:
-    process = launch("raise", "--nproc", "2")
-    errors = errors_of(process)
-    assert process.exitcode == 1
+    errors = errors_of(launch("raise", "--nproc", "2"), 1)
     first, second, *_, last = errors.splitlines()
     assert holds(first, "rank 1 ... exit code 1 ... logs")
     assert second == "Traceback (most recent call last):" and "in fail_deep_inside" in errors
@@ -131,9 +131,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
 def test_an_expected_error_is_a_message_and_its_traceback_is_in_the_log(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    process = launch("mistake", *options)
-    errors = errors_of(process)
-    assert process.exitcode == 1
+    errors = errors_of(launch("mistake", *options), 1)
     assert "judge.api_base='/no/such/file'" in errors and "Traceback" not in errors
     log = tmp_path / f"runs/tiny/logs/rank_{1 if options else 0}.log"
     assert holds(log.read_text(), "Traceback ... in resolve_api_base")
@@ -154,9 +152,8 @@ def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Path) -> None:
-    process = launch("killed", "--nproc", "2")
-    assert holds(errors_of(process), "rank 1 ... SIGKILL")
-    assert process.exitcode == 128 + signal.SIGKILL
+    errors = errors_of(launch("killed", "--nproc", "2"), 128 + signal.SIGKILL)
+    assert holds(errors, "rank 1 ... SIGKILL")
     wait_for(lambda: is_gone(int((tmp_path / "child_1").read_text())))
 
 
@@ -164,9 +161,7 @@ def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Pat
 def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
     launch: Launch, num_ranks: str
 ) -> None:
-    process = launch("leaves", "--nproc", num_ranks)
-    errors = errors_of(process)
-    assert process.exitcode == 1
+    errors = errors_of(launch("leaves", "--nproc", num_ranks), 1)
     assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
 
 
@@ -198,8 +193,7 @@ def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
     wait_for_notes(tmp_path, "ready")
     os.kill(process.pid, signum)
     os.kill(process.pid, signum)  # a terminal and its shell may both send it; the ranks still save
-    assert holds(errors_of(process), f"{signals.name_of(signum)} ... resumes")
-    assert process.exitcode == 128 + signum
+    assert holds(errors_of(process, 128 + signum), f"{signals.name_of(signum)} ... resumes")
     for rank in range(2):
         assert (tmp_path / f"saved_{rank}").read_text() == signals.name_of(signum)
 
@@ -251,8 +245,7 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
     addresses = [ip for node in nodes for ips in listening(node.pid) for ip in ips]
     (tmp_path / "seen").touch()
     for node in nodes:
-        errors = errors_of(node)
-        assert node.exitcode == 0, errors
+        errors_of(node, 0)
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
     logs = [path.name for path in (tmp_path / "runs/tiny/logs").glob("checked_rows.*")]
@@ -264,10 +257,9 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
     first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
-    assert holds(errors_of(second), "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
+    assert holds(errors_of(second, 1), "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
-    assert holds(errors_of(twin), "node 0 ... listen on 127.0.0.1")
-    assert second.exitcode == twin.exitcode == 1
+    assert holds(errors_of(twin, 1), "node 0 ... listen on 127.0.0.1")
     first.terminate()
 
 
@@ -284,12 +276,6 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
 def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
     with raising(RendezvousError, parts), on_several_nodes(endpoint_, 0, 2, 1, print):
         pass
-
-
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return int(str(caught.value.code or 0))
 
 
 @pytest.mark.parametrize(
@@ -310,17 +296,16 @@ def exit_code(*arguments: str) -> int:
         (["--retries", "1", __file__], "no config"),
     ],
 )
-def test_wrong_options_exit_with_the_reason(capsys, monkeypatch, options: list[str], parts) -> None:
+def test_wrong_options_exit_with_the_reason(monkeypatch, options: list[str], parts) -> None:
     monkeypatch.chdir(ROOT)
-    assert exit_code(*options) == 2
-    assert holds(capsys.readouterr().err, parts)
+    assert holds(refusal(main, options, 2), parts)
 
 
 def test_a_script_without_a_config_runs_on_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "count.py"
     name = "os.environ['RANK'] + 'of' + os.environ['WORLD_SIZE']"
     script.write_text(f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, {name}).touch()\n")
-    assert exit_code("--nproc", "2", str(script)) == 0
+    assert code_of(main, "--nproc", "2", str(script)) == 0
     assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
 
 
@@ -329,18 +314,17 @@ def test_the_launch_command_of_earl_works(tmp_path, monkeypatch, capsys) -> None
     config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
     monkeypatch.chdir(tmp_path)
     command = ("--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}")
-    assert exit_code(*command) == 0
+    assert code_of(main, *command) == 0
     assert "on each of 2 ranks" in capsys.readouterr().out
 
 
 def test_a_run_folder_that_cannot_be_created_is_named(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("in the way")
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
-    assert exit_code(str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}") == 1
-    assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err
+    errors = refusal(main, [str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
+    assert f"base_exp_dir: {tmp_path / 'file'}" in errors
 
 
-def test_another_system_than_linux_is_refused_with_a_message(monkeypatch, capsys) -> None:
+def test_another_system_than_linux_is_refused_with_a_message(monkeypatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert exit_code(str(WORKER)) == 1
-    assert holds(capsys.readouterr().err, "Linux ... darwin ... WSL 2")
+    assert holds(refusal(main, [str(WORKER)]), "Linux ... darwin ... WSL 2")

@@ -138,32 +138,23 @@ def test_the_summary_line_has_reward_speed_and_eta(stream):
             "renderer/pool_restarts": 1,
         },
     )
-    untrained, first, second = stream.getvalue().splitlines()
-    assert untrained == "[0/101]  held-out 0.4", "no time of an iteration is known yet"
-    assert first == "[1/101]  10.0 s/it  ETA 16 min 40 s"
-    assert second == (
-        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  "
-        "ungraded 3.1%  "
-        "restarts 1  15.0 s/it  ETA 24 min 45 s"
-    )
+    assert stream.getvalue().splitlines() == [
+        "[0/101]  held-out 0.4",  # no time of an iteration is known yet
+        "[1/101]  10.0 s/it  ETA 16 min 40 s",
+        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  ungraded 3.1%  restarts 1  15.0 s/it  "
+        "ETA 24 min 45 s",
+    ]
 
 
 def test_a_lap_has_the_seconds_of_each_phase_and_one_mfu(clock):
     timer = PhaseTimer(flops_per_s=1e12)
     with timer.phase("render"):
-        with timer.phase("condition"):
-            clock[0] += 1.0
         clock[0] += 9.0
     timer.model_flops += 3e12
-    clock[0] += 2.0
+    clock[0] += 3.0
     metrics = timer.lap()
     assert all(map(doc_of, metrics))
-    assert metrics == {
-        "time/render_s": 9.0,
-        "time/condition_s": 1.0,
-        "time/iteration_s": 12.0,
-        "work/mfu": 0.25,
-    }
+    assert metrics == {"time/render_s": 9.0, "time/iteration_s": 12.0, "work/mfu": 0.25}
     clock[0] += 1.0
     assert timer.lap() == {"time/iteration_s": 1.0}
 

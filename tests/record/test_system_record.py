@@ -146,8 +146,9 @@ def test_only_pictures_of_old_iterations_are_deleted(tmp_path):
 def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
     record_in(tmp_path).write_metrics(1, {"a": 0.1, "nan": math.nan, "inf": -math.inf})
     record_in(tmp_path, Dist(rank=1, world_size=2)).write_metrics(1, {"a": 9.0})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"iteration": 1, "a": 0.1, "nan": null, "inf": null}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"iteration": 1, "a": 0.1, "nan": null, "inf": null}\n'
+    )
 
 
 ODD = "".join(map(chr, (0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)))

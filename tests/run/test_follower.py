@@ -129,17 +129,30 @@ def test_a_line_written_between_the_end_and_the_wait_is_printed(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_a_log_that_cannot_be_read_does_not_stop_the_run(
-    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (Path.mkdir, "Is a directory"),
+        (os.mkfifo, "not an ordinary file"),
+        (lambda _: setattr(sys, "executable", "/no/python"), "No such file"),
+    ],
+)
+def test_a_follower_that_cannot_start_is_a_warning(
+    tmp_path: Path,
+    make: Callable[[Path], None],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also if its log cannot be read."""
+    monkeypatch.setattr(sys, "executable", sys.executable)  # restored after the test
     (tmp_path / "run/logs").mkdir(parents=True)
     make(tmp_path / "run" / LOG)
     started = of(tmp_path)
     started.look()
     started.close(failed=False)
     wait_for_last_rows(tmp_path / "run", lambda: False)
-    assert "cannot be started" in capsys.readouterr().err
+    assert holds(capsys.readouterr().err, f"WARNING ... cannot be started ... {cause}")
 
 
 def test_a_follower_that_ends_early_is_a_warning_with_the_command(
@@ -153,16 +166,6 @@ def test_a_follower_that_ends_early_is_a_warning_with_the_command(
     errors = capsys.readouterr().err
     assert errors.count("exit code 3") == 1
     assert holds(errors, f"WARNING: the process that sends ... rl follow {fake}/run sends")
-
-
-def test_a_follower_that_cannot_start_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    started = of(tmp_path)
-    started.look()
-    started.close(failed=False)
-    assert holds(capsys.readouterr().err, "WARNING ... cannot be started ... No such file")
 
 
 def test_keys_reach_the_follower_that_needs_them_and_nothing_else(
