@@ -389,9 +389,8 @@ def _evaluate(
     problems = []
 
     def run(text: str) -> str:
-        # mypy knows no types of `_jsonnet`.
-        return str(
-            _jsonnet.evaluate_snippet("", text, ext_vars=variables, jpathdir=str(configs_folder()))
+        return _jsonnet.evaluate_snippet(
+            "", text, ext_vars=variables, jpathdir=str(configs_folder())
         )
 
     text = f"import {json.dumps(str(path.resolve()))}" if kept is None else json.dumps(kept)
@@ -419,8 +418,10 @@ def _evaluate(
                     return None, problems or [message]
                 name, where = missing.groups()
                 variables[name] = name
-                note = "" if name.startswith("APP__") else "; only APP__... can be read"
-                problems.append(f"set the environment variable {name}{where}{note}")
+                problems.append(
+                    f"set the environment variable {name}{where}"
+                    + ("" if name.startswith("APP__") else "; only APP__... can be read")
+                )
     except UnicodeError:
         problems.append(f"{path}: its path, an override or an APP__ variable is not UTF-8")
     return None, problems

@@ -204,7 +204,7 @@ def _run(step: Step, setup: Setup, end_s: float) -> tuple[str, float]:
     given = json.dumps(asdict(replace(setup, folder=str(folder))))
     # Like `rl` itself, a step imports from the working folder only where that is the clone.
     command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.tools.gpu_checks"]
-    command += [step.name, step.function, f"{limit_s}", given, *step.arguments]
+    command += [step.name, step.function, f"{start_s + limit_s}", given, *step.arguments]
     # No downloads; few threads, as steps run side by side.
     environment = {"OMP_NUM_THREADS": "2", **os.environ, "HF_HUB_OFFLINE": "1"}
     environment |= {"TMPDIR": setup.folder} | (ON_CPU if setup.tiny else {})
@@ -212,7 +212,7 @@ def _run(step: Step, setup: Setup, end_s: float) -> tuple[str, float]:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=environment, start_new_session=True
         )
-    code: int | None = None
+    code = None
     with suppress(subprocess.TimeoutExpired):
         code = process.wait(limit_s)
     kill(*descendants(process.pid))  # ranks are process groups of their own
@@ -298,12 +298,12 @@ def last_words(log: str) -> str:
     return ([*lines[-1:], *errors[-1:]] or ["it printed nothing"])[-1][:300]
 
 
-def _child(name: str, function: str, limit_s: str, setup: str, *arguments: str) -> None:
+def _child(name: str, function: str, end_s: str, setup: str, *arguments: str) -> None:
     """Record each line of a step; what it and libraries print is its log."""
     printing.guard()
     signals.die_with_parent()
     # Where it hangs, just before the parent ends it.
-    faulthandler.dump_traceback_later(float(limit_s) - 1, file=2)
+    faulthandler.dump_traceback_later(max(float(end_s) - time.monotonic() - 1, 0.1), file=2)
     given = Setup(**json.loads(setup))
     module, _, attribute = function.partition(":")
     for line in getattr(importlib.import_module(module), attribute)(given, *arguments):
