@@ -26,6 +26,8 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
+import psutil
+
 from rl import printing
 from rl.check.this_machine import gpus
 from rl.config.loading import nearest
@@ -231,7 +233,11 @@ def _failed(step: Step, code: int | None, limit_s: float, log: str) -> Line:
         return Line("NO TIME", step.name, f"cut off by --limit after {limit_s:.0f} s")
     note = last_words(log)
     if code is None:
-        note = f"no end within {limit_s:g} s{_place(log)}"
+        # Where the main thread was, by the dump that a step writes just before its limit.
+        main = log.rpartition("Timeout (")[2].rpartition("most recent call first")[2]
+        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
+        place = f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+        note = f"no end within {limit_s:g} s{place}"
     elif code < 0:
         note = f"ended by {signal.Signals(-code).name}; {note}"
     keys = "; ".join(f"set {key}={value}" for key, value in step.keys.items())
@@ -277,12 +283,9 @@ def results(setup: Setup, step: str) -> list[Line]:
 
 def descendants(pid: int) -> list[int]:
     """The processes that `pid` started, and those that they started."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for word in file.read_text().split():
-                found += [int(word), *descendants(int(word))]
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def kill(*pids: int) -> None:
@@ -308,13 +311,6 @@ def _child(name: str, function: str, end_s: str, setup: str, *arguments: str) ->
     module, _, attribute = function.partition(":")
     for line in getattr(importlib.import_module(module), attribute)(given, *arguments):
         record(given, name, line)
-
-
-def _place(log: str) -> str:
-    """Where the main thread was, by the dump that a step writes just before its limit."""
-    main = log.rpartition("Timeout (")[2].rpartition("most recent call first")[2]
-    frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
-    return f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
 
 
 # ---- program -------------------------------------------------------------------------------------

@@ -270,9 +270,8 @@ class Rehearsed:
     tally: Tally
     plan: memory_plan.Plan | None
     """The plan of the same run: one rank, no DeepSpeed, no inference engine, no judge."""
-    num_groups: int
-    num_prompt_tokens: int
-    num_pictures: int
+    size: str
+    """How many groups, prompt tokens and pictures there were."""
     weights_bytes: dict[str, int]
     """'policy', 'renderer' -> bytes on the GPU."""
     seconds: float
@@ -406,9 +405,8 @@ def _iteration(
     return Rehearsed(
         tally=tally,
         plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
-        num_groups=len(prompts_P),
-        num_prompt_tokens=len(prompts_P[0].token_ids),
-        num_pictures=pending.num_pictures,
+        size=f"{len(prompts_P)} groups, {len(prompts_P[0].token_ids)} prompt tokens, "
+        f"{pending.num_pictures} pictures",
         weights_bytes=weights,
         seconds=time.monotonic() - started,
     )
@@ -572,10 +570,7 @@ PLANNED = {
 
 def lines(done: Rehearsed) -> Iterator[str]:
     """The report, at most 80 columns wide."""
-    yield (
-        f"one rank, {done.num_groups} groups, {done.num_prompt_tokens} prompt tokens, "
-        f"{done.num_pictures} pictures, {done.seconds:.0f} s"
-    )
+    yield f"one rank, {done.size}, {done.seconds:.0f} s"
     yield "GPU memory, GB          rehearsed     plan  error"
     items = [] if done.plan is None else done.plan.items
     for owner, num_bytes in done.weights_bytes.items():

@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = escaped(args.folder, 60)
         raise ValueError(f"{shown} is not a folder; name one, or set {RUNS_VARIABLE}")
     summaries = [summarise(path) for path in folders(Path(args.folder).absolute())]
-    summaries.sort(key=lambda summary: summary.path.name)
-    summaries.sort(key=ORDERS[args.sort])
+    summaries.sort(key=lambda summary: (ORDERS[args.sort](summary), summary.path.name))
     if args.json:
         rows = [{**asdict(run), "path": str(run.path)} for run in summaries if not run.problem]
         print(json.dumps(rows, indent=2))
