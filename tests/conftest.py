@@ -145,6 +145,15 @@ def _outside_of_the_repository(tmp_path_factory: pytest.TempPathFactory) -> None
     os.chdir(tmp_path_factory.mktemp("working_directory"))
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Role ('policy', 'editor') -> folder of a model with random weights, only to be read."""
+    import tiny_loop
+
+    folder = tiny_loop.made_once(tmp_path_factory, "models", tiny_loop.save_models)
+    return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
+
+
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path) -> Iterator[None]:
     """Each test starts in its own empty folder with the same random numbers; afterwards the state

@@ -326,8 +326,7 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
             assert name in commented, f"{key}.{name} has no comment in base.libsonnet"
             is_section = name in dict(sections(RunConfig)) and field.default is not None
             if not field.is_required() and not is_section:
-                default = json.loads(json.dumps(field.default))
-                assert values.pop(name) == default, f"{key}.{name}"
+                assert values.pop(name) == json.loads(json.dumps(field.default)), f"{key}.{name}"
     assert_documented(RunConfig)
     unknown = [name for name in written if not isinstance(written[name], dict) or written[name]]
     assert not unknown, f"base.libsonnet has keys that the schema has not: {unknown}"

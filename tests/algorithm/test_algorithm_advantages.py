@@ -27,8 +27,7 @@ STD = math.sqrt(0.14 / 3)
 def test_advantages_of_a_group_by_hand(
     rewards_G: list[float | None], scale: str, eps: float, expected: list[float | None]
 ) -> None:
-    advantages_G = group_advantages(rewards_G, scale, eps)
-    assert advantages_G == pytest.approx(expected, abs=1e-12)
+    assert group_advantages(rewards_G, scale, eps) == pytest.approx(expected, abs=1e-12)
 
 
 def test_batch_std_divides_every_group_by_the_same_number() -> None:

@@ -52,8 +52,7 @@ def test_forwards_and_steps_at_tiny_size(tmp_path):
 @pytest.mark.campaign
 def test_every_case_runs_at_tiny_size(tmp_path):
     found = run(tmp_path, ",".join(case.name for case in bench_gpu.CASES))
-    steps = {row["step"] for row in found.values()}
-    assert steps == {case.name for case in bench_gpu.CASES}
+    assert {row["step"] for row in found.values()} == {case.name for case in bench_gpu.CASES}
     assert found["iterations at this size"]["note"] == "2 of 2"
 
 

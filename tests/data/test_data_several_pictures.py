@@ -90,8 +90,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_row_names_the_row_and_which_picture(folder: Path, case: str) -> None:
     row, complaints = BAD[case]
     good = {"images": ["a.png", "b.png", "c.png"]}
-    rules = RowRules(max_pictures=3)
-    message = complaint(load, folder, good, row, rules=rules)
+    message = complaint(load, folder, good, row, rules=RowRules(max_pictures=3))
     expected = f"{folder / 'edits.jsonl'}, row 2: ... data.on_bad_row: 'skip' ... {complaints}"
     assert holds(message, expected), message
     kept = load(folder, good, row, good, rules=RowRules("skip", max_pictures=3))
@@ -106,8 +105,7 @@ def test_the_config_may_name_one_or_several_columns(folder: Path) -> None:
     two = load(folder, row, row | {"object": None}, row | {"object": []}, columns=columns)
     assert numbers(two) == [2, 1, 1]
     assert "source" in EditJsonl.provides(two.config)
-    lacking = complaint(load, folder, {"scene": "a.png"}, columns=columns)
-    assert "row 1: has no 'object'" in lacking
+    assert "row 1: has no 'object'" in complaint(load, folder, {"scene": "a.png"}, columns=columns)
     null = complaint(load, folder, row | {"scene": None}, columns={"source": ["scene"]})
     assert holds(null, "row 1: source picture ('scene') ... None")
     # A column that the config names wins over the default columns.

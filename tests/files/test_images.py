@@ -50,8 +50,7 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
 ) -> None:
     image = Image.effect_noise((40, 30), 60).convert(mode)
     judge_bytes = [sent(deepcopy(image), 40) for _ in range(2)][-1]
-    record = RunRecord(tmp_path, run_config(), Dist())
-    record.write_episodes(1, [[episode(image=image)]], [[1.0]])
+    RunRecord(tmp_path, run_config(), Dist()).write_episodes(1, [[episode(image=image)]], [[1.0]])
     assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == judge_bytes
     assert encoded[40, 30] == 1
     assert Image.open(io.BytesIO(judge_bytes)).tobytes() == image.convert("RGB").tobytes()
@@ -90,5 +89,4 @@ def test_a_transparent_picture_is_sent_over_white() -> None:
     """Half-transparent red over white, for record and judge alike, scaled or not."""
     half = Image.new("RGBA", (64, 64), (255, 0, 0, 128))
     for data in (png_bytes(half), sent(half, 64), sent(half.copy(), 32)):
-        colour = Image.open(io.BytesIO(data)).getpixel((5, 5))
-        assert colour == (255, 127, 127)
+        assert Image.open(io.BytesIO(data)).getpixel((5, 5)) == (255, 127, 127)

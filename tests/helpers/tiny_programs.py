@@ -1,8 +1,21 @@
-"""Stand-ins for programs that a machine may have."""
+"""Stand-ins for programs and packages that a machine may have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+
+
+def installed(versions: dict[str, str]) -> Callable[[str], str]:
+    """`importlib.metadata.version` where only these packages are installed."""
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    return version
 
 
 def write_programs(folder: Path, scripts: dict[str, str]) -> str:

@@ -37,8 +37,7 @@ def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedPro
 def test_the_model_is_split_over_the_visible_gpus(
     num_gpus: int, visible: str, split: int, tmp_path: Path
 ) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    done = _serve(tmp_path, num_gpus, **env)
+    done = _serve(tmp_path, num_gpus, **{"CUDA_VISIBLE_DEVICES": visible} if visible else {})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         "serve Qwen/Qwen3-VL-32B-Instruct-FP8 --host 127.0.0.1 --port 4877"

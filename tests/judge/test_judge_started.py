@@ -185,8 +185,7 @@ def test_a_judge_that_exits_is_reported_with_its_last_output(tmp_path: Path) -> 
     message = refusal_of(config_of(*command), log)
     assert holds(message, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
     assert "of another run" not in message
-    killed = refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
-    assert "exit code 137" in killed
+    assert "exit code 137" in refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
     file = tmp_path / "not_executable"
     file.write_text("")
     assert "exit code 127" in refusal_of(config_of(str(file), "{url_file}"), log)

@@ -122,8 +122,7 @@ def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
     moved = snapshot(learner)
     flat = [replace(s, advantage=0.0, counted=False) for s in push]
     silent = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in push]
-    dropped = train(learner, silent, 4, 7)
-    assert [row["optimizer/steps"] for row in dropped] == [0, 0, 0]
+    assert [row["optimizer/steps"] for row in train(learner, silent, 4, 7)] == [0, 0, 0]
     assert relative_difference(snapshot(learner), moved) == 0
     logged = train(learner, flat, 4, 10)
     kl = [row["kl/reference_k3"] for row in logged]
@@ -143,10 +142,8 @@ def gradient_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
         sequences = make_sequences(policy)
         mine = sequences[:first] if dist.rank == 0 else sequences[first:]
         result[name] = gradient(learner, mine, dist)
-        rows = [(s.prompt, s.token_ids) for s in mine]
-        result[f"{name} logprobs"] = learner.logprobs(rows)
-        metrics = update(learner, mine, 0)
-        result[f"{name} metrics"] = dist.reduce(metrics)
+        result[f"{name} logprobs"] = learner.logprobs([(s.prompt, s.token_ids) for s in mine])
+        result[f"{name} metrics"] = dist.reduce(update(learner, mine, 0))
         result[f"{name} weights"] = snapshot(learner)
     return result
 
@@ -313,8 +310,7 @@ def test_weights_do_not_depend_on_the_judges_speed(sequences: list[Graded]) -> N
         for p, (first, _, last) in enumerate(groups):
             graded = [first.sequence, None, last.sequence]
             step.accumulate(p, [None] * 3 if p in (0, 3) else graded)
-        logged = merged(step.step())
-        return snapshot(learner), logged
+        return snapshot(learner), merged(step.step())
 
     at_once, metrics = weights_after(0)
     for num_packs_ahead in (1, 3, 100):

@@ -57,8 +57,7 @@ def make_learner(stage: int | None, **section: Any) -> Learner:
 def learner_of(policy: Qwen25VL, stage: int | None) -> Learner:
     backend: dict[str, Any] = {"backend": "torch" if stage is None else "deepspeed"}
     backend |= {"zero_stage": stage or 0, "adam_eps": ADAM_EPS}
-    config = make_config(KL, **backend)
-    return Learner(policy, config, Dist(), NUM_ITERATIONS)
+    return Learner(policy, make_config(KL, **backend), Dist(), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize("stage", STAGES)

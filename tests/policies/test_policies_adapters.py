@@ -79,8 +79,7 @@ def test_a_target_name_shared_with_a_convolution_adapts_the_linear_layer_only(
     policy.save_pretrained(str(tmp_path), trainable(policy))
     again = make(**keys, adapter_path=str(tmp_path))
     assert trainable(again).keys() == trainable(policy).keys()
-    prompt = again.build_prompt(tiny_qwen.sample(0))
-    assert logprobs(again, [(prompt, (5, 6))]).isfinite().all()
+    assert logprobs(again, [(again.build_prompt(tiny_qwen.sample(0)), (5, 6))]).isfinite().all()
 
 
 @pytest.mark.parametrize(

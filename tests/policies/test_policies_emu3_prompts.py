@@ -62,8 +62,7 @@ def test_a_picture_of_32_by_32_codes_is_1065_tokens(tokenizer):
     """1 + 5 + 1 + 32 rows of 33 + 2."""
     prompts = make(tokenizer)
     assert len(prompts.picture_ids(tiny_emu3.codes(0, 32, 32))) == 1 + 5 + 1 + 32 * 33 + 2 == 1065
-    prompt = prompts.prompt(tiny_emu3.sample(0, "a", 32, 32))
-    assert len(prompt.token_ids) == 1 + 1065 + 1
+    assert len(prompts.prompt(tiny_emu3.sample(0, "a", 32, 32)).token_ids) == 1 + 1065 + 1
 
 
 def test_the_prefill_may_contain_the_size_of_the_source(tokenizer):
@@ -177,8 +176,7 @@ def config_of(folder: str, **section) -> emu3.Config:
 
 def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
     """The tiktoken file and the list of vision tokens give the ids of `tokenizer.json`."""
-    folder = tiny_emu3.save_published_folder(tmp_path)
-    read_back = emu3.load_tokenizer(config_of(folder))
+    read_back = emu3.load_tokenizer(config_of(tiny_emu3.save_published_folder(tmp_path)))
     assert read_back.get_vocab() == tokenizer.get_vocab()
     texts = [
         "make the  sky\n\nblue 2024*7",

@@ -185,8 +185,7 @@ def test_the_picture_bounds_can_be_set():
     sample = tiny_qwen.sample(0, width=96, height=96)
 
     def num_image_tokens(**config) -> int:
-        prompt = make(**config).build_prompt(sample)
-        return int(prompt.model_inputs["image_grid_thw"].prod()) // 4
+        return int(make(**config).build_prompt(sample).model_inputs["image_grid_thw"].prod()) // 4
 
     assert num_image_tokens() == 9
     assert num_image_tokens(image_max_pixels=56 * 56) == 4

@@ -183,8 +183,7 @@ def test_more_pictures_than_the_prompt_shows_are_refused(tokenizer):
 
 
 def test_the_chat_template_shows_several_pictures_one_after_the_other(tokenizer):
-    template = prompting.chat_template("")
-    prompts = prompts_of(tokenizer, template, max_prompt_tokens=400)
+    prompts = prompts_of(tokenizer, prompting.chat_template(""), max_prompt_tokens=400)
     many = Sample("m", "x", sources=tuple(tiny_qwen.picture(i) for i in range(16)))
     ids = tokenizer.convert_ids_to_tokens(prompts.prompt(many, "x").token_ids)
     assert ids.count("<|vision_start|>") == 16 and ids.count("<|image_pad|>") == 16 * 4

@@ -62,37 +62,31 @@ def test_every_signal_that_ends_a_process_lets_a_run_save_except_crashes():
     assert set(signals.STOP_SIGNALS) == ending - others
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
-def test_a_signal_lets_the_run_save_and_exit(signum):
-    process = start_rank(echo_s=0, save_s=0.2)
-    process.send_signal(signum)
-    assert process.stdout.readline() == "saving\n"
-    if signum not in signals.END_IF_REPEATED:
-        process.send_signal(signum)  # the kernel repeats SIGXCPU every second
-    stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (0, "saved\n")
-    assert f"{signum.name}: will save and leave" in stderr
-
-
 @pytest.mark.parametrize(
     ("echo_s", "save_s", "first", "second", "ended", "printed"),
     [
+        (0, 0.2, signal.SIGTERM, 0, (0, "saved\n"), ""),
+        (0, 0.2, signal.SIGHUP, 0, (0, "saved\n"), ""),
+        (0, 0.2, signal.SIGUSR1, signal.SIGUSR1, (0, "saved\n"), ""),
+        (0, 0.2, signal.SIGXCPU, signal.SIGXCPU, (0, "saved\n"), ""),  # the kernel repeats it
         (5, 0.3, signal.SIGINT, signal.SIGINT, (0, "saved\n"), ""),  # Ctrl-C within seconds
         # A batch system sends SIGTERM some time after its notice.
         (0, 0.3, signal.SIGUSR1, signal.SIGTERM, (0, "saved\n"), "send it again to exit at once"),
         (0.05, 60, signal.SIGTERM, signal.SIGTERM, (-signal.SIGTERM, ""), ""),
     ],
-    ids=["counts-once", "another-is-answered", "after-a-while-ends-at-once"],
 )
-def test_a_second_signal_while_the_rank_saves(echo_s, save_s, first, second, ended, printed):
+def test_a_signal_lets_the_run_save_and_a_second_one_may_end_it(
+    echo_s, save_s, first, second, ended, printed
+):
     process = start_rank(echo_s, save_s)
     process.send_signal(first)
     assert process.stdout.readline() == "saving\n"
     time.sleep(2 * echo_s if save_s == 60 else 0)
-    process.send_signal(second)
+    process.send_signal(second)  # 0: none
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == ended
-    assert printed in stderr.partition(f"{second.name}: will save and leave")[2]
+    _, answer, rest = stderr.partition(f"{(second or first).name}: will save and leave")
+    assert answer and printed in rest
 
 
 def test_a_hanging_main_thread_does_not_delay_the_save_after_a_signal():

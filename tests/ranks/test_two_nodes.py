@@ -25,11 +25,6 @@ PATIENCE_S = 600
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     if why := tiny_nodes.why_not():
         pytest.skip(why)

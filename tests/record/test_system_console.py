@@ -65,8 +65,7 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock, stream):
             clock[0] += 2.0
         render.note("2 pictures")
     assert stream.getvalue() == ""
-    lap = timer.lap()
-    assert lap == {"time/render_s": 5.0, "time/condition_s": 1.0, "time/iteration_s": 6.0}
+    assert timer.lap() == {"time/render_s": 5.0, "time/condition_s": 1.0, "time/iteration_s": 6.0}
     assert words(stream) == [
         ["render", "5.0", "s", "2", "pictures"],
         ["condition", "1.0", "s", "2", "groups"],

@@ -150,21 +150,15 @@ def test_tokens_cut_off_by_clip_are_logged_once_and_counted(
     assert renderer.take_metrics() == {}
 
 
-@pytest.mark.parametrize(("letters", "num_cut"), [(75, 0), (76, 1)])
+@pytest.mark.parametrize(
+    ("model", "prompt", "num_cut"),
+    [("parts", "b" * 75, 0), ("parts", "b" * 76, 1), ("bare", LONG_PROMPT, 1)],
+)
 def test_a_prompt_of_77_tokens_fits(
-    parts: StableDiffusion3Pipeline, letters: int, num_cut: int, caplog
+    request: pytest.FixtureRequest, model: str, prompt: str, num_cut: int, caplog
 ) -> None:
-    """The 77 tokens include CLIP's start and end token."""
-    renderer = make_renderer(parts, num_steps=1, max_t5_tokens=80)
-    list(renderer.render([make_job("b" * letters, 0)]))
+    """The 77 tokens include CLIP's start and end token; also without the third encoder."""
+    renderer = make_renderer(request.getfixturevalue(model), num_steps=1, max_t5_tokens=80)
+    list(renderer.render([make_job(prompt, 0)]))
     assert len(warnings_of(caplog)) == num_cut
-    assert renderer.take_metrics()["clip_cut_share"] == num_cut
-
-
-def test_without_the_third_encoder_a_cut_prompt_is_logged_too(
-    bare: StableDiffusion3Pipeline, caplog: pytest.LogCaptureFixture
-) -> None:
-    renderer = make_renderer(bare, num_steps=1)
-    list(renderer.render([make_job(LONG_PROMPT, 0)]))
-    assert len(warnings_of(caplog)) == 1
-    assert renderer.take_metrics()["t5_cut_share"] == 0
+    assert renderer.take_metrics() == {"clip_cut_share": num_cut, "t5_cut_share": 0}

@@ -80,8 +80,7 @@ def test_only_unreadable_replies_count_as_the_lowest_rating(
 ) -> None:
     answers = [Answer(None if text else (5, 5), (), text or None, 1, 0.1) for text in failures]
     reward = make(VieScore, VieScore.Config(), ScriptedJudge(*answers))
-    graded = RewardInput(SAMPLE, "words", RESULT)
-    [output] = asyncio.run(scores(reward, [graded], unreadable))
+    [output] = asyncio.run(scores(reward, [RewardInput(SAMPLE, "words", RESULT)], unreadable))
     assert output.value == value
     if value == 0.0:
         assert output.parts == {"sc_01": 0.0, "pq_01": 0.0} and is_unreadable(output.failure)
@@ -128,7 +127,11 @@ def test_unreadable_replies_are_counted_by_kind_of_instruction_and_by_group() ->
     ]
     metrics: Metrics = rollout_metrics(Rollout(groups, [None, None]), Dist())
     merged = Metrics.merge([metrics.state()])
-    assert merged["status/unreadable"] == pytest.approx(3 / 6)
-    assert merged["status/unreadable/colour"] == pytest.approx(1 / 3)
-    assert merged["status/unreadable/erase"] == pytest.approx(2 / 3)
-    assert merged["groups/unreadable"] == pytest.approx(1 / 2)
+    assert {name: value for name, value in merged.items() if "unreadable" in name} == pytest.approx(
+        {
+            "status/unreadable": 3 / 6,
+            "status/unreadable/colour": 1 / 3,
+            "status/unreadable/erase": 2 / 3,
+            "groups/unreadable": 1 / 2,
+        }
+    )

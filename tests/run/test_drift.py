@@ -14,9 +14,8 @@ from rl.run.evaluation import add_differences, check_start, state_distance
 
 def test_states_are_compared_token_by_token() -> None:
     base = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    states = torch.tensor([[3.0, 4.0], [2.0, 0.0]])
     # Distances 0 and |(2, -2)| / 2 = sqrt 2.
-    assert state_distance(states, base) == pytest.approx(2**0.5 / 2)
+    assert state_distance(torch.tensor([[3.0, 4.0], [2.0, 0.0]]), base) == pytest.approx(2**0.5 / 2)
     assert state_distance(base.bfloat16(), base.bfloat16()) == 0.0
 
 

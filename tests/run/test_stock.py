@@ -70,11 +70,6 @@ class Picky(Brightness):
         return await super().grade(reward_input)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny_loop.save_models(tmp_path_factory.mktemp("models"))
-
-
 def make_context(
     models: dict[str, str], loop: BackgroundLoop, guidance: float = 1.0, **section: Any
 ) -> RolloutContext:

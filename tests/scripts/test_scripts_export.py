@@ -322,8 +322,7 @@ def test_an_adapter_is_copied_unchanged(tmp_path: Path, capsys: Any) -> None:
     written = ["adapter_config.json", "adapter_model.safetensors"]
     assert file_names(target) == ["README.md", *written]
     for name in written:
-        original = model_folder(run) / name
-        assert (target / name).read_bytes() == original.read_bytes()
+        assert (target / name).read_bytes() == (model_folder(run) / name).read_bytes()
     card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
 
@@ -347,8 +346,7 @@ def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
         expected = policy.module.base_model(ids).logits
-        copied = load(tmp_path / "model")(ids).logits
-        assert apart(copied, expected) <= FORWARD_TOL
+        assert apart(load(tmp_path / "model")(ids).logits, expected) <= FORWARD_TOL
         export.main([str(run), str(tmp_path / "encoder"), "--as", "text-encoder"])
         assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= FORWARD_TOL
 

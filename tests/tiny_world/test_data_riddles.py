@@ -53,7 +53,6 @@ def test_the_judge_grades_what_a_riddle_means():
 
 
 def test_a_sample_has_a_riddle_and_its_caption():
-    config = SyntheticConfig(type="shape_riddles")
-    sample = shape_riddles.ShapeRiddles(config, RowRules())[7]
+    sample = shape_riddles.ShapeRiddles(SyntheticConfig(type="shape_riddles"), RowRules())[7]
     assert sample.reference == caption(riddles.read_riddle(sample.instruction))
     assert sample.category in sample.instruction and sample.sources == ()

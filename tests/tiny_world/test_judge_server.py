@@ -63,8 +63,7 @@ def test_viescore_t2i_over_http_tells_right_from_wrong_pictures(server: JudgeSer
     picture = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
     for kind in captions.KINDS:
         sample = Sample("one", captions.prompt_text(wish, kind))
-        right = graded(server, VieScoreT2I, sample, picture)
-        assert right.value == pytest.approx(1, abs=0.02)
+        assert graded(server, VieScoreT2I, sample, picture).value == pytest.approx(1, abs=0.02)
         wrong = graded(server, VieScoreT2I, sample, picture.rotate(90))
         assert wrong.parts["prompt_following"] == wrong.value == 0
         assert wrong.parts["pq"] > 5, "a fine picture of something else"

@@ -1,4 +1,4 @@
-"""Read-only fixtures that many tests share: tiny models and the folder of a finished run."""
+"""A read-only fixture that many tests share: the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from pathlib import Path
 
 import pytest
 import tiny_loop
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Role ('policy', 'editor') -> folder of a model with random weights."""
-    folder = tiny_loop.made_once(tmp_path_factory, "models", tiny_loop.save_models)
-    return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
 
 
 @pytest.fixture(scope="session")
