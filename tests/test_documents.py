@@ -67,7 +67,7 @@ STAND_INS = {
     "./run_multi_gpu_training.sh": f"{TINY_PROMPTS} run_name=placed policy.device=cpu "
     "renderer.device=cpu rewards.clip.device=cpu",
     "python train_grpo.py": TINY_PROMPTS,
-    "python test_qwen.py": 'python -m rl enhance --adapter runs/tiny_prompts --device cpu "a cat"',
+    "python test_qwen.py": 'python -m rl enhance --run runs/tiny_prompts --device cpu "a cat"',
     "python test_integrated_system.py": "python -m rl report runs/tiny_prompts",
 }
 """Beginning of a line that is run -> the command of this project that is run for it."""
@@ -276,9 +276,9 @@ def test_earls_configs_and_its_patch_of_vllm_are_here() -> None:
     told = "\n".join(lines_of("earl"))
     listed = re.findall(r"^- `(.+)`:", told, re.M)
     assert sorted(listed) == sorted(file.name for file in (ROOT / "configs").glob("sft_*"))
-    served = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', told)
-    assert dict(served) == SERVED_AS
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.M))
+    assert dict(re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', told)) == SERVED_AS
+    pages = (ROOT / "docs/coming-from.md").read_text("utf-8") + PAGE
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", pages, re.M))
     fields = re.findall(r"^    ([a-z]\w+):", told, re.M)
     here = {name: ("always", f"`{MOVED[name]}") if name in MOVED else "" for name in fields}
     assert len(here) > 25 and all(rows[name].startswith(here[name]) for name in here)

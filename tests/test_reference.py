@@ -23,7 +23,7 @@ class Config(PluginConfig):
 
 class Mine(Reward[Config]):
     """Grades nothing. At all."""
-    needs = {"hidden:answer", "image"}
+    needs = {"answer", "image"}
 
     def grade(self, reward_input):
         return 0.0
@@ -82,7 +82,7 @@ def test_a_plugin_of_the_working_folder_is_explained(
         ("my_explained", 1, "there is no 'my_explained'"),
         ("judg", 1, "did you mean 'judge'"),
         ("judge.timeout_s", 0, "judge ... timeout_s: number above 0"),
-        ("my_explained.Mine", 0, "At all ... hidden:answer, image ... above 0 to 4; default 1.0"),
+        ("my_explained.Mine", 0, "At all ... answer, image ... above 0 to 4; default 1.0"),
         ("my_explained.plain", 0, "A function."),
         ("my_explained.Config", 1, "holds no plugin"),
         ("my_explained.py", 1, "drop '.py'"),

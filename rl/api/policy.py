@@ -84,7 +84,7 @@ class PolicyConfig(PlacedConfig):
     lora: LoraSection | None = LoraSection()
     """The LoRA adapter that is trained; null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 2048
-    """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
+    """Longest prompt, image tokens included; a longer one is a bad row (`data.on_bad_row`)."""
     thought: ThoughtSection | None = None
     """The thought that the policy writes before its words; null = no thought."""
 

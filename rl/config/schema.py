@@ -167,7 +167,7 @@ class AlgorithmConfig(Section):
     """A completion that hit max_completion_tokens. floor: its reward is 0; mask: graded, but not in
     the loss; score: graded and in the loss."""
     shuffle_rewards: bool = False
-    """Control arm: rewards permuted over the whole batch; such a run must not learn."""
+    """For a control run: rewards permuted over the whole batch; such a run must not learn."""
 
     @field_validator("loss")
     @classmethod
@@ -245,8 +245,8 @@ class JudgeConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Timeout of one request, s."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Limit of tries per question. Transport errors and unreadable replies count; an answer that
-    asks to wait (HTTP 429, or any Retry-After) does not."""
+    """Limit of tries per question. Transport errors and unreadable replies count; a reply that asks
+    to wait (HTTP 429, or 408, 425, 5xx with Retry-After) does not."""
     temperature: Temperature = 0.0
     """Judge sampling temperature of the first try; a retry after an unreadable reply adds 0.3."""
     max_tokens: Annotated[int, Field(ge=16, le=MAX_TOKENS)] = 512
@@ -257,7 +257,7 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that support it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long a judge that is down, or asks to wait (HTTP 429, Retry-After), may hold questions
+    """How long a judge that is down, or asks to wait (as in `max_attempts`), may hold questions
     back before they are given up as UNGRADED, s. Below 600 it shortens the pauses between tries."""
     unreadable: Literal["ungraded", "lowest"] = "ungraded"
     """What a picture counts as if no reply about it can be read after all tries (prose, a filter, a
@@ -388,7 +388,7 @@ class FinalReward(Section):
     """weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w))."""
     weights: dict[str, float] = {}
     """Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = 1 for every reward
-    that is not diagnostic."""
+    that is not diagnostic (a reward that is only logged; its entry says so)."""
 
 
 RAY_MISSING = (
@@ -452,14 +452,14 @@ class RunConfig(Section):
     `reward_gain` is the policy's reward minus that picture's. always: in training and on held-out
     data; evaluation: on held-out data only. Never trained on."""
     world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc."""
+    """Ranks (processes, GPUs) over all nodes; `rl train` starts as many unless given --nproc."""
     hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
-    """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
-    place in the code this long, s, or its process does not run. Choose more than the longest single
+    """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has made no
+    progress for this many seconds, or its process is stopped. Choose more than the longest single
     call takes, e.g. a compile. The judge has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
-    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
-    it, and a file may derive other keys from it. A start plans for the GPUs it finds."""
+    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): `rl check` plans
+    for it, and a file may derive other keys from it. A start plans for the GPUs it finds."""
     policy: PluginSection
     """The model that is trained: a plugin of rl/policies."""
     engine: PluginSection

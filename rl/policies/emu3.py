@@ -261,8 +261,8 @@ class Config(TrainedPolicyConfig):
     lora: LoraSection | None = None
     """The LoRA adapter that is trained; null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
-    """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
-    run, naming its sample."""
+    """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one is a bad row
+    (`data.on_bad_row`)."""
 
 
 def load_tokenizer(config: Config) -> Any:
