@@ -22,7 +22,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,10 +62,10 @@ from rl.tools.trained import (
 )
 
 UNTRAINED = "untrained"
-SAME = (
+SAME = {
     *("rewards", "final_reward", "judge", "data", "seed"),
     *("evaluation", "algorithm", "bare_arm", "images_per_completion"),
-)
+}
 """Sections that decide what a score means: all policies of a command have those of the first."""
 
 
@@ -74,17 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 if a sample was not graded."""
     printing.guard()
     args = _parser().parse_intermixed_args(arguments)
-    trained = _trained(args.run, args)
-    own = {} if args.seed is None else {"seed": args.seed}
-    config = prepared(trained, args, own)
-    folder = evaluated(trained, config, args)
-    values = config.model_dump(mode="json")
-    others = []
-    for source in args.against:
-        base = replace(trained, untrained=True, iterations=0)
-        other = base if source == UNTRAINED else _trained(source, args)
-        config = prepared(other, args, {key: values[key] for key in SAME})
-        others.append(evaluated(other, config, args))
+    first: RunConfig | None = None
+    folders = []
+    for source in (args.run, *args.against):
+        trained = _trained(args.run if source == UNTRAINED else source, args)
+        if source == UNTRAINED:
+            trained = replace(trained, untrained=True, iterations=0)
+        config = prepared(trained, args, first)
+        folders.append(evaluated(trained, config, args))
+        first = first or config
+    folder, *others = folders
     num_ungraded = _show(folder)
     if results := [compare(folder, other) for other in others]:
         texts = [line for result in results for line in lines(folder.name, result)]
@@ -99,9 +98,11 @@ def _trained(source: str, args: argparse.Namespace) -> Trained:
     return replace(load_trained(Path(source), args.checkpoint), trusted=args.trust)
 
 
-def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, Any]) -> RunConfig:
-    """The config of an evaluation. `changes`: sections in place of the policy's own. If the judge
-    is among them, they are those of the first policy of the command, and trusted like that.
+def prepared(
+    trained: Trained, args: argparse.Namespace, first: RunConfig | None = None
+) -> RunConfig:
+    """The config of an evaluation. `first`: that of the first policy of the command, whose judge,
+    rewards and data the others have; they need no trust of their own.
 
     Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
@@ -109,11 +110,13 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     # A loss is code, too, and an evaluation needs none.
     truncated = {"truncated_completions": trained.config["algorithm"]["truncated_completions"]}
     place = {"tracking": {}, "base_exp_dir": str(args.out)}
-    values = {**trained.config, **unused, "algorithm": truncated, **place, **changes}
+    shared = first.model_dump(mode="json", include=SAME) if first else {}
+    values = {**trained.config, **unused, "algorithm": truncated, **place, **shared}
+    if args.seed is not None:
+        values["seed"] = args.seed
     values["judge"] = {**values["judge"], "audit": "off"}
-    is_first = "judge" not in changes
     rows = [*values["data"]["train"], *values["data"]["validation"]]
-    graders = [*values["rewards"].values(), *rows] if is_first else []
+    graders = [] if first else [*values["rewards"].values(), *rows]
     for section in (values["policy"], values["renderer"], *graders):
         name = section["type"]
         if find.is_dotted_path(name) and not trained.trusted:
@@ -122,7 +125,7 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
     read = (*READ, "rewards", "final_reward", "judge", "data")
     config, _ = config_for_use(trained, args.set, args.device, replaced=values, read=read)
     resolved = build.resolve(config)
-    for key, part in resolved.by_judge.items() if is_first else ():
+    for key, part in () if first else resolved.by_judge.items():
         judge = part.config.judge
         command = " ".join(judge.start_command)
         is_stated = not command and any(setting.startswith(f"{key}.") for setting in args.set)
@@ -133,7 +136,7 @@ def prepared(trained: Trained, args: argparse.Namespace, changes: Mapping[str, A
                 f"{trained.name}: {key}: {excerpt(what, 300)}: --trust if the run is yours, or "
                 f"name a judge of your own: --set {key}.api_base=URL"
             )
-    if args.data and is_first:
+    if args.data and not first:
         held_out = DataConfig(train=[], validation=[_read_as(resolved, args.data)])
         config = config.model_copy(update={"data": held_out})
     if not config.data.validation:
@@ -216,12 +219,19 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
 
 def _digest(trained: Trained, resolved: Resolved, held_out: Sequence[Sample]) -> str:
     """Of all that decides an evaluation's result: config, judge's prompts, samples, weights."""
-    rows = [[*contents_of(s), s.id, s.instruction, repr(s.hidden)] for s in held_out]
+    rows = [
+        [
+            *contents_of(s),
+            s.id,
+            s.instruction,
+            repr(s.hidden),
+            s.target and s.target.tobytes().hex(),
+        ]
+        for s in held_out
+    ]
     identities = [identity(part) for part in resolved.by_judge.values()]
     facts = [resolved.config.model_dump(mode="json"), identities, rows]
     digest = hashlib.sha256(json.dumps(facts).encode())
-    for sample in held_out:
-        digest.update(sample.target.tobytes() if sample.target else b"")
     names = ("../manifest.json", "adapter_model.safetensors", "adapter_model.bin")
     for file in () if trained.untrained else map(trained.model.joinpath, names):
         digest.update(file.read_bytes() if file.is_file() else b"")
