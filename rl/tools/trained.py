@@ -182,10 +182,23 @@ def from_config(file: str, overrides: Sequence[str] = (), adapter: str = "") -> 
     if not adapter:
         return Trained(Path(), False, config, file=file, trusted=True, untrained=True)
     model = _adapter_folder(adapter)
-    saved = read_config(model)
+    step, saved = model.parent, read_config(model)
+    iterations = read_state(step)["iteration"] if (step / "state.json").is_file() else 0
     lora = {key: saved[name] for key, name in ADAPTER_KEYS.items() if name in saved}
     config["policy"]["lora"] = {**(config["policy"].get("lora") or {}), **lora}
-    return Trained(model, True, config, file=file, trusted=True)
+    return Trained(model, True, config, iterations=iterations, file=file, trusted=True)
+
+
+def load(source: str, is_config: bool, checkpoint: str = "", adapter: str = "") -> Trained:
+    """A run's weights, or a config's policy (`from_config`). `checkpoint`: '': the latest. Raises
+    ValueError, also for an option that does not apply."""
+    if is_config and checkpoint:
+        raise ValueError(f"--checkpoint {checkpoint} is for a run, and {source} is a config")
+    if adapter and not is_config:
+        raise ValueError(f"--adapter {adapter} is for a config, and {source} is a run")
+    if is_config:
+        return from_config(source, adapter=adapter)
+    return load_trained(Path(source), checkpoint or "latest")
 
 
 def _adapter_folder(adapter: str) -> Path:

@@ -66,8 +66,8 @@ def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
 STRANGE: list[tuple[dict[str, Any], str]] = [
     ({"rewards": {"a": {"type": "evilplugin.a"}}}, "evilplugin.a, whose code would run here"),
     ({"data": {"train": [], "validation": [{"type": "evilplugin.b"}]}}, "evilplugin.b, whose code"),
-    ({"judge": {"api_base": "http://evil", "api_key_env": "K"}}, "http://evil ... key in K"),
-    ({"judge": {"start_command": ["evil", "{url_file}"]}}, "evil {url_file} would run here"),
+    ({"judge": {"api_base": "http://evil"}}, "http://evil ... --set judge.api_base=URL"),
+    ({"judge": {"start_command": ["evil"]}}, "evil ... --set judge.start_command=[]"),
 ]
 
 
@@ -81,6 +81,20 @@ def test_an_evaluation_gives_a_strangers_judge_and_code_no_data(
     values = run_config().model_dump(mode="json") | sections
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert holds(refusal(evaluation.main, [str(tmp_path)]), f"{what} ... --trust")
+
+
+def test_only_its_address_makes_a_judge_the_users_own(tmp_path: Path) -> None:
+    save(checkpoints_in(tmp_path), 1)
+    model = tmp_path / "checkpoints/step_000001/model"
+    (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
+    judge = {"api_base": "http://evil", "api_key_env": "SECRET"}
+    values = run_config(judge=judge).model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for stated, missing in (
+        ("judge.timeout_s=60", "judge.api_base=URL ... judge.api_key_env"),
+        ("judge.api_base=http://mine", "api_key_env SECRET"),  # it would get the run's secret
+    ):
+        assert holds(refusal(evaluation.main, [str(tmp_path), "--set", stated]), missing)
 
 
 def test_an_evaluation_of_other_rows_pictures_or_weights_is_another(tmp_path: Path) -> None:
@@ -100,9 +114,11 @@ def test_what_a_score_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "a_sheet"):
+    for name in ("a", "a_sheet", "c"):
         Image.new("RGB", (64, 64)).save(f"{name}.png")
-    Path("a.json").write_text(json.dumps({"files": {"picture": "a.png", "sheet": "a_sheet.png"}}))
+    files = {"picture": "a.png", "sheet": "a_sheet.png"}
+    Path("a.json").write_text(json.dumps({"files": files, "instruction": "", "image": "gone.png"}))
+    Path("b.json").write_text('{"files": ["b.png"], "instruction": 5}')  # not of rl edit
     quickstart = str(CONFIGS / "quickstart.jsonnet")
     real = str(CONFIGS / "qwen_image_edit.jsonnet")
     asked = ["--instruction", "dusk", "--source", "a.png"]
@@ -112,7 +128,9 @@ def test_what_a_score_lacks_is_named(
         ([quickstart, "b.png", *asked], "b.png does not exist"),
         ([quickstart, "judge.model=x", *asked], "nothing to grade: give a picture"),
         ([real, "a.png", *asked], "judge.api_base is empty"),
-        ([quickstart, "a.png", *asked[:2]], "rewards.viescore is left out ... 'source': --source"),
+        ([quickstart, "c.png", *asked[:2]], "rewards.viescore is left out ... 'source': --source"),
+        ([quickstart, "a.png", *asked[:2]], "its source gone.png is not here: give --source"),
+        ([quickstart, "a.png", *asked, "--out", "."], ".: "),
     ):
         assert holds(refusal(score.main, arguments), message), arguments
     reasoning = str(CONFIGS / "tiny_reasoning.jsonnet")

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl import build
     from rl.check.this_machine import fetch_small_files, fetch_weights
     from rl.tools.editor import Editor, free_stem, requests_of, save, unusable
-    from rl.tools.trained import config_for_use, from_config, load_trained, pick_device
+    from rl.tools.trained import config_for_use, load, pick_device
 
     if args.only_words and (args.only_edit or args.steps or args.size):
         name = "rl enhance" if is_enhance else ENHANCE_OPTION
@@ -76,10 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     pick_device(args.device)
     settings = [*args.set, *(f"policy.type={name}" for name in args.policy)]
-    if args.config:
-        trained = from_config(args.config, adapter=args.adapter)
-    else:
-        trained = load_trained(Path(args.run or args.adapter), args.checkpoint)
+    source = args.config or args.run or args.adapter
+    adapter = args.adapter if source != args.adapter else ""
+    trained = load(source, bool(args.config), args.checkpoint, adapter)
     config, base_policy = config_for_use(
         trained, settings, args.device, args.steps, args.size, args.only_words
     )
@@ -139,7 +138,7 @@ def _parser(is_enhance: bool) -> argparse.ArgumentParser:
     add("--adapter", default="", help="PEFT folder, run, or hub id; without --config: as --run")
     add(
         "--checkpoint",
-        default="latest",
+        default="",
         help="latest, best (on held-out samples), or a number of iterations; default: latest",
     )
     add(

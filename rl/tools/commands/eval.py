@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -47,19 +49,12 @@ from rl.rollout.episodes import first_samples, usable
 from rl.run.checks import contents_of
 from rl.run.evaluation import evaluate
 from rl.run.set_up import load_models, open_judges
+from rl.tools.commands.edit import at_least_one
 from rl.tools.commands.report import compare, lines, write_comparison
 from rl.tools.commands.score import judge_errors_as_sentences
 from rl.tools.report.page import INTERVAL, Page, summary
 from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
-from rl.tools.trained import (
-    READ,
-    UNUSED,
-    Trained,
-    config_for_use,
-    from_config,
-    load_trained,
-    pick_device,
-)
+from rl.tools.trained import READ, UNUSED, Trained, config_for_use, load, pick_device
 
 UNTRAINED = "untrained"
 SAME = {
@@ -67,6 +62,8 @@ SAME = {
     *("evaluation", "algorithm", "bare_arm", "images_per_completion"),
 }
 """Sections that decide what a score means: all policies of a command have those of the first."""
+OF_A_JUDGE = {"api_base": "URL", "start_command": "[]", "api_key_env": "''"}
+"""Keys that decide who gets the data and which secret, with what to write in their place."""
 
 
 @printing.program
@@ -75,27 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     printing.guard()
     args = _parser().parse_intermixed_args(arguments)
     first: RunConfig | None = None
-    folders = []
+    folders: list[Path] = []
     for source in (args.run, *args.against):
-        trained = _trained(args.run if source == UNTRAINED else source, args)
+        of = args.run if source == UNTRAINED else source
+        is_config, adapter = Path(of).suffix in CONFIG_ENDINGS, "" if folders else args.adapter
+        trained = load(of, is_config, "" if is_config and folders else args.checkpoint, adapter)
+        trained = replace(trained, trusted=trained.trusted or args.trust)
         if source == UNTRAINED:
             trained = replace(trained, untrained=True, iterations=0)
         config = prepared(trained, args, first)
         folders.append(evaluated(trained, config, args))
+        if folders.index(folders[-1]) < len(folders) - 1:
+            raise ValueError(f"--against {source}: this is the same evaluation; name another one")
         first = first or config
     folder, *others = folders
-    num_ungraded = _show(folder)
+    rows = read_named(folder / "metrics.jsonl", "iteration")
+    # An evaluation has nothing that it could have drifted from.
+    metrics = [{key: row[key] for key in row if not key.startswith("drift/")} for row in rows]
+    printing.show("\n".join([folder.name, *summary(metrics, read_evaluations(folder))]))
+    print(f"  page: {Page(folder).write()}")
     if results := [compare(folder, other) for other in others]:
         texts = [line for result in results for line in lines(folder.name, result)]
         printing.show("\n".join([*texts, f"  {INTERVAL}"]))
         print(f"  page: {write_comparison(folder, results)}")
-    return int(num_ungraded > 0)
-
-
-def _trained(source: str, args: argparse.Namespace) -> Trained:
-    if Path(source).suffix in CONFIG_ENDINGS:
-        return from_config(source, adapter=args.adapter)
-    return replace(load_trained(Path(source), args.checkpoint), trusted=args.trust)
+    records = [e.records for each in folders for e in read_evaluations(each)]
+    return int(any(row.get("reward") is None for found in records for row in found.values()))
 
 
 def prepared(
@@ -123,21 +124,23 @@ def prepared(
             what = f"{trained.name} names {excerpt(name, 200)}, whose code would run here"
             raise ValueError(f"{what}: --trust if the run is yours")
     read = (*READ, "rewards", "final_reward", "judge", "data")
-    config, _ = config_for_use(trained, args.set, args.device, replaced=values, read=read)
+    settings = [each for each in args.set if not first or re.split("[.=]", each)[0] in READ]
+    config, _ = config_for_use(trained, settings, args.device, replaced=values, read=read)
     resolved = build.resolve(config)
-    for key, part in () if first else resolved.by_judge.items():
-        judge = part.config.judge
-        command = " ".join(judge.start_command)
-        is_stated = not command and any(setting.startswith(f"{key}.") for setting in args.set)
-        if part.needs_judge and not (trained.trusted or is_stated):
-            sent = "your data" + (judge.api_key_env and f" and the key in {judge.api_key_env}")
-            what = f"{command} would run here" if command else f"{judge.api_base} would get {sent}"
+    stated = {setting.partition("=")[0].strip() for setting in args.set}
+    for key, part in () if first or trained.trusted else resolved.by_judge.items():
+        own = {name: getattr(part.config.judge, name) for name in OF_A_JUDGE}
+        foreign = [name for name in own if own[name] and f"{key}.{name}" not in stated]
+        if part.needs_judge and foreign:
+            what = ", ".join(f"{name} {own[name]}" for name in foreign)
+            remedy = " ".join(f"--set {key}.{name}={OF_A_JUDGE[name]}" for name in foreign)
             raise ValueError(
-                f"{trained.name}: {key}: {excerpt(what, 300)}: --trust if the run is yours, or "
-                f"name a judge of your own: --set {key}.api_base=URL"
+                f"{trained.name}: {key} is the run's ({excerpt(what, 300)}), and would get your "
+                f"data: --trust if the run is yours, or name your own: {remedy}"
             )
     if args.data and not first:
-        held_out = DataConfig(train=[], validation=[_read_as(resolved, args.data)])
+        section = _read_as(resolved, args.data)
+        held_out = DataConfig(train=[], validation=[section], on_bad_row=config.data.on_bad_row)
         config = config.model_copy(update={"data": held_out})
     if not config.data.validation:
         raise ValueError(f"{trained.name} has no data.validation: give --data FILE")
@@ -183,21 +186,27 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
             stack.callback(source.close)
         all_rows = max(map(len, sources)) * len(sources)
         num = args.samples or (all_rows if args.data else config.evaluation.num_samples)
-        held_out = first_samples(sources, num, on_bad_row)
+        held_out = first_samples(sources, min(num, all_rows), on_bad_row)
         if not held_out:
             raise ValueError(f"{trained.name}: the held-out data have no row that can be used")
         weights = UNTRAINED if trained.untrained else f"{trained.iterations or 'adapter'}"
-        name = f"{Path(trained.name).stem}-{weights}-{_digest(trained, resolved, held_out)}"
+        source_path = Path(trained.name).resolve()
+        label = source_path.stem if trained.file else source_path.name
+        name = f"{label}-{weights}-{_digest(trained, resolved, held_out)}"
         config = config.model_copy(update={"run_name": name})
         resolved = replace(resolved, config=config)
         folder, dist = config.run_dir, Dist(device=pick_device(args.device))
-        if (folder / "metrics.jsonl").is_file():
+        complete = folder / "metrics.jsonl"
+        if complete.is_file():
+            console.say(f"{folder} has this evaluation already")
             return folder
         if problems := fetch_small_files(resolved) or fetch_weights(resolved):
             raise ConfigError(problems)
         record = RunRecord(folder, config, dist)
         record.claim()
         stack.callback(record.release)
+        if complete.is_file():  # another process has just made it
+            return folder
         loop = stack.enter_context(BackgroundLoop("judge"))
         judges, _ = open_judges(resolved, dist, loop, stack, console, held_out[0])
         for key, judge in judges.items():
@@ -209,44 +218,30 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         engine, rollout = load_models(resolved, policy, dist, judges, loop, stack, console)
         writer = stack.enter_context(BackgroundWriter(folder))
         console.say(f"evaluating {len(held_out)} samples")
-        where = (trained.iterations, folder, dist, PhaseTimer(console), writer)
-        metrics = evaluate(rollout, engine, held_out, *where)
+        # 0 measures the untrained system, too: that would be an adapter's.
+        iteration = 0 if trained.untrained else max(1, trained.iterations)
+        timer = PhaseTimer(console)
+        metrics = evaluate(rollout, engine, held_out, iteration, folder, dist, timer, writer)
         writer.flush()
         record.write_config()
-        record.write_metrics(trained.iterations, dist.reduce(metrics))
+        record.write_metrics(iteration, dist.reduce(metrics))
     return folder
 
 
 def _digest(trained: Trained, resolved: Resolved, held_out: Sequence[Sample]) -> str:
-    """Of all that decides an evaluation's result: config, judge's prompts, samples, weights."""
-    rows = [
-        [
-            *contents_of(s),
-            s.id,
-            s.instruction,
-            repr(s.hidden),
-            s.target and s.target.tobytes().hex(),
-        ]
-        for s in held_out
-    ]
+    """Of all that decides an evaluation's result: config, judge's prompts, samples, plugins' code,
+    weights."""
+    rows = [[*contents_of(s), s.id, s.instruction, repr(s.hidden)] for s in held_out]
+    rows += [[s.target.tobytes().hex()] for s in held_out if s.target]
     identities = [identity(part) for part in resolved.by_judge.values()]
     facts = [resolved.config.model_dump(mode="json"), identities, rows]
     digest = hashlib.sha256(json.dumps(facts).encode())
-    names = ("../manifest.json", "adapter_model.safetensors", "adapter_model.bin")
-    for file in () if trained.untrained else map(trained.model.joinpath, names):
+    weights = ("../manifest.json", "adapter_model.safetensors", "adapter_model.bin")
+    files = [] if trained.untrained else [trained.model / name for name in weights]
+    files += [Path(inspect.getfile(plugin.cls)) for plugin in resolved.plugins]
+    for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
     return digest.hexdigest()[:8]
-
-
-def _show(folder: Path) -> int:
-    """Print an evaluation's scores, and write its page. Returns how many samples have none."""
-    evaluations = read_evaluations(folder)
-    rows = read_named(folder / "metrics.jsonl", "iteration")
-    # An evaluation has nothing that it could have drifted from.
-    metrics = [{key: row[key] for key in row if not key.startswith("drift/")} for row in rows]
-    printing.show("\n".join([folder.name, *summary(metrics, evaluations)]))
-    print(f"  page: {Page(folder).write()}")
-    return sum(row.get("reward") is None for row in evaluations[0].records.values())
 
 
 def _parser() -> printing.Parser:
@@ -254,10 +249,10 @@ def _parser() -> printing.Parser:
     add = parser.add_argument
     add("run", help="run folder, one of its checkpoints, or a config")
     add("--data", metavar="FILE", help="rows; default: the config's data.validation")
-    add("--checkpoint", default="latest", help="latest, best, or a number of iterations")
+    add("--checkpoint", default="", help="of a run: latest, best, or a number of iterations")
     add("--adapter", default="", help="for a config: a PEFT folder, a run, or a hub id")
     add("--against", nargs="+", default=[], metavar="RUN", help="as RUN, or 'untrained'")
-    add("--samples", type=int, default=0, metavar="N", help="only the first N")
+    add("--samples", type=at_least_one, metavar="N", help="only the first N")
     add("--out", type=Path, default=Path("evals"), help="default: evals/")
     add("--seed", type=int, help="of the noise; default: the config's")
     add("--device", default="auto", help="default: CUDA, else the CPU")

@@ -16,11 +16,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from rl import build, printing
 from rl.algorithm.metrics import compose
@@ -36,6 +39,7 @@ from rl.judge.http import BackgroundLoop
 from rl.progress import counted, shown_on
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores, values_of
+from rl.run.checks import contents_of
 from rl.run.set_up import open_judges
 from rl.tools.editor import EditRequest, sample_of
 from rl.tools.trained import config_for_use, from_config, pick_device
@@ -62,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         printing.complain(reason)
     if not (resolved.rewards and inputs):
         raise ValueError("nothing to grade: give a picture, and what the rewards need")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a").close()  # an unusable file is found before questions cost
     num_ungraded = 0
     for each, grades in zip(inputs, grades_of(resolved, inputs, args.device), strict=True):
         row = {
@@ -78,6 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(num_ungraded > 0)
 
 
+class _Shown(BaseModel):
+    """What an edit was made of, in the JSON file that `rl edit` writes; other keys are ignored."""
+
+    image: str | None = None
+    words: str = ""
+
+
+class _Note(_Shown):
+    """That file."""
+
+    files: dict[str, str]
+    instruction: str
+    images: list[_Shown] = []
+    beside: dict[str, _Shown] = {}
+
+
 def input_of(
     picture: Path,
     resolved: Resolved,
@@ -89,24 +112,27 @@ def input_of(
     """What rewards read of a picture. Sources, instruction and words that are not given are those
     of the JSON file that `rl edit` wrote beside the picture; without any, the words are the
     instruction. Raises ValueError."""
-    stems = (picture.stem, picture.stem.rpartition("_")[0])
-    files = [file for stem in stems if (file := picture.with_name(f"{stem}.json")).is_file()]
-    notes = [note for file in files if (note := read_object(file)) and "files" in note]
-    named = [(note, key) for note in notes for key, n in note["files"].items() if n == picture.name]
-    note, variant = named[0] if named else ({}, "")
+    note, variant = None, ""
+    for stem in (picture.stem, picture.stem.rpartition("_")[0]):
+        with suppress(OSError, ValidationError):  # no such file, or not of `rl edit`
+            found = _Note.model_validate(read_object(picture.with_name(f"{stem}.json")))
+            variants = [name for name, file in found.files.items() if file == picture.name]
+            note, variant = (found, variants[0]) if variants else (note, variant)
     if variant == "sheet":
         raise ValueError(f"{picture} shows several pictures side by side: name one of them")
-    noted = note.get("images") or [note]
-    sources = sources or [Path(each["image"]) for each in noted if each.get("image")]
-    instruction = instruction or note.get("instruction")
+    if note:
+        sources = sources or [Path(e.image) for e in note.images or [note] if e.image]
+        instruction = instruction or note.instruction
+        words = words or note.beside.get(variant, note).words
     if not instruction:
         raise ValueError(f"{picture}: say what was asked for: --instruction 'make the sky red'")
+    if missing := [str(source) for source in sources if not source.is_file()]:
+        raise ValueError(f"{picture}: its source {missing[0]} is not here: give --source FILE")
     request = EditRequest(instruction, sources, id=str(picture))
     sample = sample_of(request, build.row_rules(resolved), needs_picture=False)
     if target:
         sample = replace(sample, target=load_image(target, MAX_IMAGE_SIDE_PX))
-    text = words or note.get("beside", {}).get(variant, note).get("words") or instruction
-    return RewardInput(sample, text, load_image(picture, MAX_IMAGE_SIDE_PX))
+    return RewardInput(sample, words or instruction, load_image(picture, MAX_IMAGE_SIDE_PX))
 
 
 def gradable(resolved: Resolved, inputs: Sequence[RewardInput]) -> tuple[Resolved, list[str]]:
@@ -134,32 +160,30 @@ def gradable(resolved: Resolved, inputs: Sequence[RewardInput]) -> tuple[Resolve
 
 def grades_of(
     resolved: Resolved, inputs: Sequence[RewardInput], device: str
-) -> list[dict[str, RewardOutput]]:
-    """The outputs of all rewards, by name, for each input. Pictures of the same instruction are
+) -> Iterator[dict[str, RewardOutput]]:
+    """Yield the outputs of all rewards, by name, for each input. Pictures of the same edit are
     compared with each other by rewards that compare. Raises ValueError (also ConfigError)."""
     dist, console = Dist(device=pick_device(device)), Console(True)
-    grades: list[dict[str, RewardOutput]] = [{} for _ in inputs]
-    groups: dict[str, list[int]] = {}
+    edits: dict[object, list[int]] = {}
     for number, each in enumerate(inputs):
-        groups.setdefault(each.sample.instruction, []).append(number)
+        edits.setdefault((each.sample.instruction, contents_of(each.sample)), []).append(number)
     with ExitStack() as stack:
         stack.enter_context(judge_errors_as_sentences())
         stack.enter_context(shown_on(console))
         loop = stack.enter_context(BackgroundLoop("judge"))
         judges, _ = open_judges(resolved, dist, loop, stack, console, inputs[0].sample)
-        calls = []
+        calls: list[dict[str, tuple[Future[Sequence[RewardOutput]], int]]] = [{} for _ in inputs]
         for name, reward in build.build_rewards(resolved, judges, dist).items():
             stack.callback(reward.close)
             units = [[number] for number in range(len(inputs))]
-            for unit in groups.values() if reward.scores_groups() else units:
-                call = scores(reward, [inputs[number] for number in unit])
-                calls.append((name, unit, loop.submit(call)))
-        with counted("grades", len(calls)) as progress:
-            for name, unit, future in calls:
-                for number, output in zip(unit, future.result(), strict=True):
-                    grades[number][name] = output
+            for unit in edits.values() if reward.scores_groups() else units:
+                call = loop.submit(scores(reward, [inputs[number] for number in unit]))
+                for index, number in enumerate(unit):
+                    calls[number][name] = call, index
+        with counted("pictures", len(calls)) as progress:
+            for of_name in calls:
+                yield {name: call.result()[index] for name, (call, index) in of_name.items()}
                 progress.step()
-    return grades
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def summary(
         width = max((len(change.name) for change in changes), default=0)
         num_graded = len(changes[0].rewards) if changes else 0
         counts = f"{len(evaluation.records)} samples, {num_graded} graded"
-        lines = [f"Held-out scores after {evaluation.iteration} iterations ({counts})"]
+        lines = [f"Held-out scores ({counts})"]
         for each in changes:
             lines.append(f"  {each.name:{width}}  {each.after:.3f}   (95 %: {each.interval_after})")
     else:
