@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import textwrap
 import tomllib
 from dataclasses import fields
 from importlib.util import find_spec
@@ -15,6 +13,7 @@ import _jsonnet
 import pytest
 import tiny_config
 from PIL import Image
+from tiny_pages import printed, save_files
 from tiny_typing import typing_errors
 
 from rl import build
@@ -26,7 +25,6 @@ from rl.check import check_report
 from rl.config.loading import MOVED, EarlFields, sections
 from rl.config.schema import RunConfig, load_config
 from rl.run.metric_table import markdown_table, shipped_rows
-from rl.simple_launch import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,7 +57,7 @@ def test_the_reference_lists_all_that_a_reward_and_a_renderer_read() -> None:
 
 def test_the_citation_is_of_this_package_and_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [entry] = printed("README.md", "Citing")
+    [entry] = [block for block in printed("README.md") if block.startswith("@software")]
     assert f"version = {{{project['version']}}}" in entry and project["license"] in entry
     title = f"{project['name']}: {project['description']}"
     assert title in entry.replace("{", "").replace("}", "")
@@ -78,26 +76,17 @@ def test_every_link_of_the_docs_leads_to_a_page_and_heading(page: Path) -> None:
         assert not heading or heading in anchors, link
 
 
-def printed(page: str, heading: str = "") -> list[str]:
-    """The code blocks of a page, or of one of its sections, verbatim."""
-    text = (ROOT / page).read_text("utf-8")
-    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else text
-    blocks = re.findall(r"(?:^    .*\n|^\n)+", section, flags=re.M)
-    return [textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()]
-
-
 @pytest.mark.slow
 def test_the_plugins_of_the_docs_work_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *plugins, section = printed("docs/plugins.md")
-    (tmp_path / "my_plugins").mkdir()
-    for code in plugins:
-        (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
-    assert len(plugins) == 5
-    assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
-    code, _, more = printed("README.md", "Write a reward")[0].rpartition("\n\n")
-    (tmp_path / "my_plugins/brief.py").write_text(code)
+    [section] = [block for block in printed("docs/plugins.md") if block.startswith("rewards: ")]
+    save_files("docs/plugins.md", tmp_path)
+    save_files("docs/judge.md", tmp_path)
+    files = sorted((tmp_path / "my_plugins").glob("*.py"))
+    assert len(files) == 6 and typing_errors(files, tmp_path) == []
+    [more] = [block for block in printed("README.md") if block.startswith("// in the config")]
+    save_files("README.md", tmp_path)
     (tmp_path / "wishes.txt").write_text("a red cat\n\na blue dog\n")
     monkeypatch.syspath_prepend(tmp_path)
     values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }} + {{ {more} }}"))
@@ -125,40 +114,6 @@ def test_the_plugins_of_the_docs_work_as_printed(
     [(_, drawn)] = poster.render([job])
     assert drawn.size == (512, 512) and len(set(drawn.tobytes())) > 1
     assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)
-
-
-def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = printed("docs/judge.md", "Trainer and judge on one machine")
-    lines = [line for line in "\n".join(blocks).split("\n") if line]
-    judge, exports, check, launch = lines[0], lines[1:-2], lines[-2], lines[-1]
-    assert judge == "CUDA_VISIBLE_DEVICES=7 scripts/serve_judge.sh"
-    for line in exports:
-        for assignment in line.removeprefix("export ").split():
-            name, _, value = assignment.partition("=")
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path))
-    trained = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    assert sorted([*trained, "7"]) == list("01234567")
-    assert check.replace("rl check", "rl train") == launch
-    arguments = ["--check", *check.removeprefix("rl check ").split()]
-    with pytest.raises(SystemExit) as done:
-        main(arguments)
-    text = " ".join(capsys.readouterr().out.split())
-    assert done.value.code == 0 and text.endswith("nothing is wrong")
-    assert f"prompts 14 an iteration 2 on each of {len(trained)} ranks" in text
-
-
-@pytest.mark.parametrize("heading", ["`edit_quality`", "OpenAI and other hosted endpoints"])
-def test_the_printed_configs_of_a_judge_have_no_problem(
-    heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "not-a-real-key")
-    file = tmp_path / "my.jsonnet"
-    file.write_text(next(b for b in printed("docs/judge.md", heading) if "(import" in b))
-    text, code = check_report.report(load_config(file, env=tiny_config.ENVIRONMENT), 141, path=file)
-    assert code == 0 and text.endswith("\nnothing is wrong"), text
 
 
 COMING = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
@@ -215,7 +170,8 @@ def test_the_page_for_newcomers_agrees_with_the_code() -> None:
     nano = (ROOT / "examples/nano.py").read_text().replace("_", "-")
     assert set(re.findall("`--([a-z0-9-]+)`", COMING)) <= set(re.findall(r"\n    ([\w-]+): ", nano))
     report = check_report.report(tiny_config.shipped("qwen_image_edit"), gpu_gb=141)[0]
-    assert all(line.strip() in report for line in printed("docs/coming-from.md")[0].split("\n"))
+    [batch] = [block for block in printed("docs/coming-from.md") if block.startswith("prompts ")]
+    assert all(line.strip() in report for line in batch.split("\n"))
 
 
 SEEDS, BENCH = "python -m benchmarks.seeds", "rl bench-gpu"

@@ -10,7 +10,6 @@ import re
 import runpy
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import tiny_loop
 import torch
 from tiny_messages import code_of
+from tiny_pages import printed, save_files
 from tiny_typing import typing_errors
 
 from rl import simple_launch
@@ -38,24 +38,10 @@ ROOT = Path(__file__).parents[2]
 PLUGIN = "my_plugins.smolvlm"
 
 
-def printed(folder: Path) -> str:
-    """Writes the files that the page prints into `folder`; returns its commands."""
-    text = (ROOT / "docs/policy-plugin.md").read_text("utf-8")
-    blocks = re.findall(r"(?:^    .*\n|^\n)+", text, flags=re.M)
-    (folder / "my_plugins").mkdir()
-    commands = ""
-    for block in (textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()):
-        if match := re.match(r"(?:#|//) (\S+\.\w+)\n", block):
-            (folder / match[1]).write_text(block)
-        elif "rl train" in block:
-            commands = block
-    return commands
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("docs")
-    printed(folder)
+    save_files("docs/policy-plugin.md", folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield folder
@@ -263,12 +249,17 @@ def test_shipped_plugins_conform(words: Sequence[str], capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
-    commands = printed(tmp_path)
+    save_files("docs/policy-plugin.md", tmp_path)
+    commands = [
+        line
+        for line in printed("docs/policy-plugin.md")
+        if re.match("python|rl (?!check --conf)", line)
+    ]
     assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
     (tmp_path / "photo.jpg").write_bytes((ROOT / "docs/images/scene.png").read_bytes())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-e", "-c", commands],
+        ["bash", "-e", "-c", "\n".join(commands)],
         cwd=tmp_path,
         env=tiny_loop.environment(PATH=path),
         capture_output=True,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_config
 import tiny_loop
+from tiny_pages import printed
 
 from rl.check import check_report
 from rl.config.schema import ConfigError, load_config
@@ -110,13 +111,6 @@ def test_the_kubernetes_file_starts_a_run_without_problems_and_its_judge(
     assert f"JUDGE_PORT:-{port}" in judge and f"{name.upper().replace('-', '_')}_PORT" not in judge
 
 
-def printed(program: str) -> list[list[str]]:
-    """The arguments of this program's commands in docs/scale.md."""
-    page = (tiny_config.REPO / "docs/scale.md").read_text(encoding="utf-8")
-    lines = [line.split() for line in page.split("\n") if line.startswith(f"    {program} ")]
-    return [line[len(program.split()) :] for line in lines]
-
-
 @pytest.mark.slow
 def test_the_command_prints_a_file_for_a_config_without_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -124,7 +118,9 @@ def test_the_command_prints_a_file_for_a_config_without_problems(
     for name, value in tiny_config.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tiny_config.REPO)
-    one_node, two_nodes = printed("rl launch")
+    _, one_node, two_nodes = (
+        line.split()[2:] for line in printed("docs/scale.md") if line.startswith("rl launch")
+    )
     assert launch.main(one_node) == 0
     assert "\nsrun rl train --nproc 8 configs/qwen_image_edit.jsonnet" in capsys.readouterr().out
     assert launch.main(two_nodes) == 0
@@ -161,14 +157,14 @@ def test_under_torchrun_a_config_gets_its_number_of_ranks_and_is_checked(
 
 @pytest.mark.slow
 def test_torchrun_starts_a_run_of_two_ranks(tmp_path: Path) -> None:
-    [command] = printed("torchrun")
+    [command] = [line for line in printed("docs/scale.md") if line.startswith("torchrun --nproc")]
     changes = (
         "num_iterations=1 prompts_per_iteration=2 optimizer.warmup_iterations=0 "
         f"evaluation.every_n_iterations=0 engine={{type:'transformers'}} base_exp_dir={tmp_path} "
         "tracking.page=false"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, *changes.split()],
+        [sys.executable, "-m", "torch.distributed.run", *command.split()[1:], *changes.split()],
         cwd=tiny_config.REPO, env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
