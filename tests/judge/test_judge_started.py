@@ -154,7 +154,9 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{path}:{os.environ['PATH']}")
     monkeypatch.chdir(tiny_loop.REPO)
     [line] = re.findall(
-        r"{ start_command: (.*?) }", (tiny_loop.REPO / "docs/judge.md").read_text(), re.DOTALL
+        r"^ +start_command: (.*?) }",
+        (tiny_loop.REPO / "docs/judge.md").read_text(),
+        re.DOTALL | re.M,
     )
     config = config_of(*ast.literal_eval(line))
     assert list(start_problems(config)) == []
