@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
@@ -82,6 +83,7 @@ Entry = tuple[str, Sequence[Row]]
 """What a section, plugin or record is, and its keys or fields."""
 
 
+@cache
 def groups() -> dict[str, dict[str, Entry]]:
     """Heading -> name -> entry. Imports the shipped plugins' modules; none imports torch."""
     models: list[tuple[str, type[BaseModel]]] = [
