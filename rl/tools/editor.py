@@ -406,10 +406,13 @@ def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
         try:
             row = {"instruction": instruction, **lines[index]}
             check_text(row, columns)
-            images = [path.parent / str(cell) for _, cell in source_cells(row, columns)]
+            cells = [cell for _, cell in source_cells(row, columns)]
+            if other := [cell for cell in cells if not isinstance(cell, str)]:
+                raise UnusableError(f"holds {other[0]!r:.60}, not the path of a picture")
         except UnusableError as error:
             problems.append(f"{path}, row {number}: {error}")
         else:
+            images = [path.parent / cell for cell in cells]
             requests.append(EditRequest(row["instruction"], images))
     if problems:
         raise ValueError("\n".join(problems))

@@ -139,8 +139,8 @@ def test_rl_edit_takes_several_pictures(run_dir: Path, tmp_path: Path, capsys: A
         (["p1.png", "make", "it", "red"], "make does not exist ... several arguments"),
         (["p1.png", "p2.png", "p3.png"], "say what to do ... instruction comes last"),
         ({"image": "p1.png", "images": ["p2.png"]}, "row 1: ... both 'image' and 'images'"),
-        ({"images": "p1.png"}, 'row 1.images: "p1.png" given'),
-        ({"images": ["p1.png", 2]}, "row 1.images.1: 2 given"),
+        ({"image": 5}, "row 1: holds 5, not the path"),
+        ({"images": ["p1.png", 2]}, "row 1: holds 2, not the path"),
     ],
 )
 def test_an_invalid_edit_is_refused_with_its_cause(
