@@ -439,7 +439,8 @@ def _open_judge(
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
-        console.say(f"checking the judge ({key}) at {', '.join(api_bases)}")
+        addresses = ", ".join(api_bases)
+        console.say(f"checking the judge ({key}) at {addresses}; one that starts has a minute")
     judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())

@@ -19,8 +19,8 @@ from rl import build
 from rl.api.types import Sample
 from rl.config.schema import load_config
 from rl.model_files import read_config
+from rl.tools.commands import edit, score
 from rl.tools.commands import eval as evaluation
-from rl.tools.commands import score
 from rl.tools.trained import Trained, config_for_use, load_trained
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -110,7 +110,7 @@ def test_an_evaluation_of_other_rows_pictures_or_weights_is_another(tmp_path: Pa
     assert len(set(digests)) == 6
 
 
-def test_what_a_score_lacks_is_named(
+def test_what_a_score_or_an_edit_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,6 +133,8 @@ def test_what_a_score_lacks_is_named(
         ([quickstart, "a.png", *asked, "--out", "."], ".: "),
     ):
         assert holds(refusal(score.main, arguments), message), arguments
+    earl = ["--config", str(CONFIGS / "tiny_earl.jsonnet"), "a.png", "dusk"]
+    assert holds(refusal(edit.main, earl), "picture size is unknown: give --size")
     reasoning = str(CONFIGS / "tiny_reasoning.jsonnet")
     assert (
         score.main([reasoning, "a.png", *asked, "--words", "<think>a</think><answer>2</answer>"])

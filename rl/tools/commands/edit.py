@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(reasons) == len(requests):
         return 1
     resolved = build.resolve(config)
+    if "source_codes" in resolved.policy.cls.needs and not (args.size or args.only_words):
+        trained.source_area_px()  # raises if the size is unknown
     if problems := fetch_small_files(resolved) or fetch_weights(resolved):
         raise ConfigError(problems)
     print(f"loading {trained.name}", flush=True)
