@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import _jsonnet
 import pytest
 import tiny_stock
 import torch
 from diffusers import Flux2KleinPipeline
 from tiny_messages import raising
+from tiny_pages import printed
 from tiny_pictures import make_picture, render_alone, render_floats
 from tiny_rounding import PICTURE_TOL, apart
 from tiny_stock import make_jobs, make_loop
@@ -181,3 +184,11 @@ def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
     wrong = config.model_copy(update={"pipeline": "no.such.Pipeline"})
     with raising(ValueError, "renderer.pipeline ... no.such"):
         StockPipeline(wrong, Resources(None, "cpu"))
+
+
+def test_the_sections_of_the_page_are_read() -> None:
+    for block in printed("docs/any-editor.md"):
+        keys = json.loads(_jsonnet.evaluate_snippet("page", f"{{ {block} }}"))["renderer"]
+        config = Config.model_validate(keys)
+        assert not StockPipeline.problems(config, None)  # type: ignore[arg-type]
+        assert config.call.together == "group"
