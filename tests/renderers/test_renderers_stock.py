@@ -14,6 +14,7 @@ import pytest
 import tiny_stock
 import torch
 from diffusers import Flux2KleinPipeline
+from PIL.Image import Image
 from tiny_messages import raising
 from tiny_pages import printed
 from tiny_pictures import make_picture, render_alone, render_floats
@@ -37,16 +38,17 @@ def _small() -> Iterator[None]:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_picture_is_the_stock_call_s_and_a_batch_changes_none(name: str) -> None:
     loop = make_loop(name)
-    loop.try_out()
-    batch_size = 1 if loop.config.call.together == "one" else 4
-    assert StockPipeline.batch_of(loop.config, make_jobs()[0])[1] == batch_size
-    jobs = make_jobs(same_source=loop.config.call.together != "all")[:batch_size]
+    is_single = loop.config.call.together == "one"
+    jobs = make_jobs(same_source=loop.config.call.together != "all")
+    assert all(isinstance(picture, Image) for _, picture in loop.render(jobs))
+    assert loop.config.batch_size == StockPipeline.batch_of(loop.config, jobs[0])[1]
+    assert loop.config.batch_size == (1 if is_single else 4)
     alone = render_alone(loop, jobs)
-    assert apart(render_floats(loop, jobs), alone) <= PICTURE_TOL
+    assert is_single or apart(render_floats(loop, jobs), alone) <= PICTURE_TOL
     [source] = jobs[0].sample.sources
     torch.manual_seed(0)  # of the first job: some draw noise from the global generator
     stock = loop.parts(
-        image=[source] if name == "QwenImageEditPlusPipeline" else source,
+        image=source,
         prompt='{"edit_instruction": "make the sky blue"}' if "Fibo" in name else jobs[0].payload,
         generator=torch.Generator().manual_seed(0),
         num_inference_steps=loop.config.num_steps,
@@ -101,7 +103,7 @@ def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Flux2Klein takes a list of pictures as references for all prompts."""
-    loop = make_loop(KLEIN, record={"together": "all", "max_images": 1})
+    loop = make_loop(KLEIN, record={"together": "all"})
     jobs = make_jobs(same_source=False)
     drawn = dict(loop.render(jobs))
     assert "one by one" in caplog.text and loop.config.batch_size == 1
@@ -110,7 +112,7 @@ def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
 
 
 def test_several_source_pictures_are_one_set_of_references() -> None:
-    loop, [job, *_] = make_loop(KLEIN), make_jobs()
+    loop, [job, *_] = make_loop(KLEIN, record={"max_images": 4}), make_jobs()
     several = [
         replace(job, sample=replace(job.sample, sources=tuple(map(make_picture, range(number)))))
         for number in (2, 4, 5)
@@ -169,8 +171,8 @@ def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
     )
     assert sum(on_device.weights.values()) == on_host.host_weights == pytest.approx(7.982e9)
     assert (on_device.visiting, on_host.visiting, on_host.weights) == (0, 4.022e9, {})
-    # 4096 tokens of the picture, 4 x 4096 of sources, 512 of text; 2 x 14 tensors of 3072.
-    assert on_host.activations["transformer"] == 2 * 14 * 3072 * (5 * 4096 + 512)
+    # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 14 tensors of 3072.
+    assert on_host.activations["transformer"] == 2 * 14 * 3072 * (2 * 4096 + 512)
 
 
 def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
