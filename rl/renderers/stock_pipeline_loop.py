@@ -48,7 +48,7 @@ def load_parts(config: Config, device: str) -> Any:
         pipeline = cls.from_pretrained(
             config.model_path,
             revision=config.revision,
-            torch_dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, config.dtype),
             use_safetensors=True,
         )
     return placed(pipeline, config, device)
