@@ -53,7 +53,15 @@ class Record(Section):
         return prompt
 
 
+GENERATORS = (
+    "Flux2Pipeline",
+    "QwenImagePipeline",
+    "SanaPipeline",
+    "StableDiffusion3Pipeline",
+    "ZImagePipeline",
+)
 RECORDS: Mapping[str, Record] = {
+    **dict.fromkeys(GENERATORS, Record(image=None, together="all")),
     "BriaFiboEditPipeline": Record(
         together="group",
         prompt='{"edit_instruction": {json}}',
@@ -69,6 +77,9 @@ RECORDS: Mapping[str, Record] = {
         added_tokens=1,
         arguments={"_auto_resize": False},
     ),
+    "FluxPipeline": Record(
+        image=None, together="all", tokenizer="tokenizer_2", max_tokens=512, added_tokens=1
+    ),
     "JoyImageEditPipeline": Record(max_tokens=4096),
     "LongCatImageEditPipeline": Record(sized=False, max_tokens=512),
     "QwenImageEditPipeline": Record(),
@@ -77,7 +88,8 @@ RECORDS: Mapping[str, Record] = {
         together="all", tokenizer="tokenizer_3", max_tokens=256, added_tokens=1
     ),
 }
-"""Class in diffusers -> how it is called. All were compared with the stock call at tiny size."""
+"""Class in diffusers -> how it is called. The editors among them were compared with the stock call
+at tiny size."""
 
 
 class Config(FrozenModelConfig):

@@ -23,7 +23,7 @@ from tiny_stock import make_jobs, make_loop
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
-from rl.renderers.stock_pipeline import StockPipeline
+from rl.renderers.stock_pipeline import StockPipeline, pipelines
 from rl.renderers.stock_pipeline_config import RECORDS, Config
 
 KLEIN = "Flux2KleinPipeline"
@@ -35,7 +35,7 @@ def _small() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", tiny_stock.MAKERS)
 def test_a_picture_is_the_stock_call_s_and_a_batch_changes_none(name: str) -> None:
     loop = make_loop(name)
     is_single = loop.config.call.together == "one"
@@ -156,12 +156,18 @@ def test_words_are_put_into_the_pipeline_s_prompt(
         ({"height_px": 64, "width_px": 70}, "width_px: 70"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
         ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
+        ({"arguments": {"num_images_per_prompt": 2}}, "arguments: num_images_per_prompt"),
     ],
 )
 def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
     found = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
     assert len(found) == (problem is not None)
     assert problem is None or re.match(problem, found[0])
+
+
+def test_every_known_pipeline_is_in_diffusers_and_every_known_editor_is_tried() -> None:
+    assert RECORDS.keys() <= set(pipelines())
+    assert {name for name, record in RECORDS.items() if record.image} == tiny_stock.MAKERS.keys()
 
 
 def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
