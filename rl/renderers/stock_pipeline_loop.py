@@ -179,8 +179,8 @@ class StockLoop(DiffusionLoop[Config, Any]):
                 raise
             raise ValueError(
                 f"renderer.pipeline: a trial of {name} fails ({type(error).__name__}: {error}); "
-                "check renderer.arguments and renderer.record (image: null where the pipeline takes "
-                "no picture)"
+                "check renderer.arguments and renderer.record (image: null where it takes no "
+                "picture)"
             ) from error
         effects = {job: distance(alone["base"], alone[job]) for job in jobs if job != "base"}
         noise = effects.pop("noise")
