@@ -35,7 +35,7 @@ def refused(config: RunConfig) -> list[str]:
         (EDIT, [ADAPTER], ["renderer.lora_path: ... 'someones/adapter' ... licensed_models"]),
         (EDIT, [ADAPTER, 'licensed_models=["someones/adapter"]'], []),
         (EDIT, [ADAPTER, "license=any"], []),
-            (IMAGE_21, [], [
+        (IMAGE_21, [], [
             "policy.init_text_encoder_from: ... Turbo",
             "renderer.model_path: ... Qwen Research License, not for commercial use ... models.md",
         ]),
@@ -73,9 +73,8 @@ def test_a_folder_states_its_licence_in_its_readme_or_the_config_names_it(
     folder = Path(shutil.copytree(WEIGHTS / "policy", tmp_path / "own"))
     if card is not None:
         (folder / "README.md").write_text(card)
-    changes = [change.format(folder) for change in changes]
-    model = f"policy.model_path={folder}"
-    found = refused(shipped("tiny_reasoning", "license=commercial", model, *changes))
+    changes = [f"policy.model_path={folder}", *(change.format(folder) for change in changes)]
+    found = refused(shipped("tiny_reasoning", "license=commercial", *changes))
     assert len(found) == bool(expected) and holds(found, expected)
 
 
@@ -99,7 +98,6 @@ def test_the_documents_table_is_the_file_that_is_checked_against() -> None:
     for row in table:
         assert row["type"] in {*chain(*build.SHIPPED.values()), "any with pictures"}
         expected.append(" | ".join(row.values()))
-    text = (REPO / "docs" / "models.md").read_text("utf-8")
-    shown = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    shown = re.findall(r"^\| (.*) \|$", (REPO / "docs/models.md").read_text("utf-8"), re.MULTILINE)
     plain = [re.sub(r"^`(\S+)`|(?<= \| )`(\w+)`(?= \|)", r"\1\2", line) for line in shown]
     assert plain == expected
