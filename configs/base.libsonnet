@@ -42,6 +42,12 @@
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): `rl check` plans for
   // it, and a file may derive other keys from it. A start plans for the GPUs it finds.
   gpu_gb: 141,
+  // commercial: a run refuses each model, judges' too, whose licence rules out commercial use or is
+  // not known (docs/models.md). `rl check` lists the licences.
+  license: 'any',
+  // Hub ids, folders and judges' names whose owners allow you this use, as you have read or agreed:
+  // they are not refused.
+  licensed_models: [],
   // The model that is trained: a plugin of rl/policies.
   // policy: (required)
   // What samples completions: a plugin of rl/engines. type 'auto': 'vllm' where the installed build

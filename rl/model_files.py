@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -166,6 +167,8 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 # Checks from names, sizes and headers that a model's files exist, are whole and of its kind.
 
 MAX_SHOWN = 200
+CARD_LINE = r"""^(license|license_name):[ \t]*["']?([\w.+-][\w.+ -]*?)["']?[ \t]*$"""
+"""A line of a card's front matter that names the licence: (key, value)."""
 KIND_KEYS = ("model_type", "_class_name")
 """Keys that name the kind of model in a config file: transformers', diffusers'."""
 
@@ -345,6 +348,20 @@ def read_config(adapter: Path) -> dict[str, Any]:
     if problem := loading.refusal(str(file), number, loading.ADAPTER_FORMAT):
         raise ValueError(problem)
     return config
+
+
+def licence_of(path: str) -> tuple[str, str | None]:
+    """(licence, its name if the licence is 'other') from the front matter of the README.md in a
+    model's or data set's folder or in the hub's cache; ('other', 'unknown') if it states none.
+    Makes no network request, and needs no package beside this one's own."""
+    text = ""
+    with suppress(OSError):  # there is no card, or it cannot be read
+        card = Path(path, "README.md") if os.path.isdir(path) else cached(path, "README.md")
+        text = card.read_text("utf-8", "replace") if card else ""
+    front = re.match(r"---\n(.*?\n)---", text, re.DOTALL)
+    stated = dict(re.findall(CARD_LINE, front[1] if front else "", re.MULTILINE | re.ASCII))
+    licence, name = stated.get("license", "other"), stated.get("license_name", "unknown")
+    return licence, name if licence == "other" else None
 
 
 def is_hub_id(path: str) -> bool:

@@ -17,6 +17,7 @@ from rl.api.policy import Policy
 from rl.build import Resolved
 from rl.check import compatibility, memory_plan, trials
 from rl.check.compatibility import check_resume, leaves, memory_problems
+from rl.check.licences import licences
 from rl.check.memory_plan import PHASES, Plan
 from rl.check.this_machine import (
     disk_line,
@@ -368,6 +369,7 @@ def report(
             f"{plugin.key:<20} {plugin.name:<22} {plugin.paths[0]}".rstrip()
             for plugin in resolved.plugins
         ],
+        "licences": [f"{part.key:<30} {part.text}" for part in licences(resolved)],
         "placement": dist.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved, data.num_rows),
         "data": data.lines,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rl.api.plugin import SavesMemory
 from rl.build import Plugin, Resolved, ask_plugin, claims
 from rl.check import memory_plan
+from rl.check.licences import licence_problems
 from rl.check.memory_plan import Plan
 from rl.config.schema import MAX_EPISODES, RAY_MISSING, RunConfig, changed
 from rl.judge.http import auth_header, resolve_api_bases
@@ -30,7 +31,7 @@ READABLE = frozenset({"source", "image", "target", "text", "reference"})
 
 def compatibility_problems(resolved: Resolved) -> list[str]:
     """Everything that keeps these plugins from running together, each with its key and remedy."""
-    return [*plugin_problems(resolved), *_data_problems(resolved)]
+    return [*plugin_problems(resolved), *_data_problems(resolved), *licence_problems(resolved)]
 
 
 def plugin_problems(resolved: Resolved) -> list[str]:
@@ -292,6 +293,7 @@ HARMLESS = (
     "format",  # another format is refused on loading
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # read only by the memory plan
+    "license*",  # what a start refuses
     "checkpoint.*", "tracking.*",
     # These change the meaning of the held-out curve; nothing is trained on it.
     "evaluation.*", "data.validation.*",

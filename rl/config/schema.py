@@ -460,6 +460,12 @@ class RunConfig(Section):
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): `rl check` plans
     for it, and a file may derive other keys from it. A start plans for the GPUs it finds."""
+    license: Literal["any", "commercial"] = "any"
+    """commercial: a run refuses each model, judges' too, whose licence rules out commercial use or
+    is not known (docs/models.md). `rl check` lists the licences."""
+    licensed_models: Annotated[list[str], Unread("license", "any")] = []
+    """Hub ids, folders and judges' names whose owners allow you this use, as you have read or
+    agreed: they are not refused."""
     policy: PluginSection
     """The model that is trained: a plugin of rl/policies."""
     engine: PluginSection

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate
 from rl.console import duration, warn
 from rl.files import with_leaves
-from rl.model_files import cached, is_hub_id
+from rl.model_files import is_hub_id, licence_of
 from rl.printing import code, load_template, scrub, text
 
 # ---- model card ----------------------------------------------------------------------------------
@@ -178,21 +177,6 @@ def _without_path(value: Any) -> Any:
         return "(an address)"
     is_path = "/" in value or value.startswith("~")
     return f"(a path)/{Path(value).name}" if is_path and not is_of_hub(value) else value
-
-
-def licence_of(path: str) -> tuple[str, str | None]:
-    """(licence, its name if the licence is 'other') from the card of a model or a data set in its
-    folder or the hub's cache; ('other', 'unknown') if none states one. Makes no network request."""
-    from huggingface_hub import metadata_load
-
-    front: Mapping[str, Any] = {}
-    with suppress(Exception):  # no card, or the YAML reader, which may raise anything
-        card = cached(path, "README.md") if is_of_hub(path) else Path(path, "README.md")
-        front = (card and metadata_load(card)) or {}
-    licence, name = front.get("license"), front.get("license_name", "unknown")
-    if not isinstance(licence, str) or not isinstance(name, str):
-        return "other", "unknown"
-    return licence, name if licence == "other" else None
 
 
 # ---- hub -----------------------------------------------------------------------------------------

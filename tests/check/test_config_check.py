@@ -310,8 +310,8 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
     assert check_report.problems(base) == []
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
-    if name.startswith("one_gpu"):
-        expected = int(name.removeprefix("one_gpu_").removesuffix("gb"))
+    if name.startswith("one_"):
+        expected = int(name.replace("card_edit", "gpu_24gb").split("_")[-1].removesuffix("gb"))
     assert base.gpu_gb == expected
     if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
         num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # 1 process, 3 GPUs
@@ -329,6 +329,7 @@ def test_every_shipped_config_has_no_problems_and_fits_its_gpus(name: str) -> No
 
 
 ROWS = {
+    "one_card_edit",
     "one_gpu_24gb",
     "one_gpu_48gb",
     "one_gpu_80gb",

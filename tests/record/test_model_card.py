@@ -15,7 +15,8 @@ from tiny_messages import holds
 from tiny_run import run_config
 
 from rl import build
-from rl.record.publish import licence_of, model_card
+from rl.model_files import licence_of
+from rl.record.publish import model_card
 
 HOSTILE = (
     "</td><script>alert(1)</script> | `code` ```\n---\nlicense: mit\n---\n# head ![p](http://evil) "

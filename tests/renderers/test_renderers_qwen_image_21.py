@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,8 @@ import pytest
 import tiny_editor
 import tiny_qwen_image_21 as tiny
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.modular_pipelines.qwenimage21 import QwenImage21TurboAutoBlocks
 from PIL import Image
 from tiny_messages import holds
 from tiny_pictures import make_picture, render_alone, render_floats
@@ -26,7 +30,10 @@ from tiny_qwen_image_21 import (
 )
 from tiny_rounding import PICTURE_TOL, apart
 
+from rl.api.plugin import Resources
 from rl.api.types import HiddenStates, RenderJob
+from rl.renderers.qwen_image_21 import QwenImage21
+from rl.renderers.qwen_image_21_config import INDEX, SIGMAS, Config
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop, in_groups
 from rl.renderers.qwen_image_loop import EditorParts as Parts
 from rl.renderers.qwen_image_loop import FrameVae, PictureVae
@@ -92,6 +99,36 @@ def test_the_sigmas_of_a_few_step_checkpoint_are_used(stock: StockParts, parts: 
     jobs, levels = [make_job()], [1.0, 0.8, 0.3]
     ours = render_floats(make_renderer(replace(parts, sigmas=levels), num_steps=3), jobs)
     assert apart(ours, render_stock(stock, jobs, sigmas=levels)) <= PICTURE_TOL
+
+
+TURBO = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
+"""Noise levels of Qwen-Image-2.1-Turbo, whose scheduler shifts none of them."""
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_folder_of_turbo_is_drawn_as_by_diffusers_own_blocks(
+    stock: StockParts, tmp_path: Path, number: int
+) -> None:
+    turbo = replace(stock, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0))
+    turbo.save(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({SIGMAS: TURBO}))
+    config = Config(**tiny.TINY | {"model_path": str(tmp_path), "num_steps": len(TURBO)})
+    loop = QwenImage21(config, Resources(None, "cpu")).loop
+    assert torch.equal(loop._prepared_scheduler(4096).sigmas, torch.tensor([*TURBO, 0.0]))
+    blocks = QwenImage21TurboAutoBlocks().init_pipeline()
+    encoder, processor = tiny.make_encoder()
+    blocks.update_components(text_encoder=encoder, processor=processor, **vars(turbo))
+    blocks.register_to_config(sample_sigmas=TURBO)
+    [job] = jobs = make_group(tiny.WORDS[:1], references(number), 3)
+    expected = blocks(
+        prompt=job.sample.instruction,
+        generator=torch.Generator().manual_seed(job.noise_seed),
+        output_resolution=tiny.SIDE_PX,
+        output_type="pt",
+        output="images",
+        **({"image": list(job.sample.sources)} if number else {}),
+    )
+    assert apart(render_floats(loop, jobs), expected) <= PICTURE_TOL
 
 
 def sizes_of_groups(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> list[int]:

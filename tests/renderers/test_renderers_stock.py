@@ -177,8 +177,8 @@ def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
     )
     assert sum(on_device.weights.values()) == on_host.host_weights == pytest.approx(7.982e9)
     assert (on_device.visiting, on_host.visiting, on_host.weights) == (0, 4.022e9, {})
-    # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 14 tensors of 3072.
-    assert on_host.activations["transformer"] == 2 * 14 * 3072 * (2 * 4096 + 512)
+    # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 22 tensors of 3072.
+    assert on_host.activations["transformer"] == 2 * 22 * 3072 * (2 * 4096 + 512)
 
 
 def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
