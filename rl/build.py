@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -70,6 +71,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
         "expected_score": "judged.ExpectedScore",
         "format": "accuracy.Format",
         "ground_score": "judged.GroundScore",
+        "ocr": "ocr.Ocr",
         "prompt_quality": "judged.PromptQuality",
         "rubric": "judged.Rubric",
         "spatial_reward": "judged.SpatialReward",
@@ -407,6 +409,8 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         # The variable may be inherited from an older start, whose file is gone; then the ranks
         # check the rows.
         checked = read_object(Path(os.environ.get(CHECKED_ROWS, os.devnull))) or {}
+    weights = resolved.config.final_reward.weights or dict.fromkeys(resolved.rewards, 1.0)
+    counted = {name.partition("/")[0] for name, weight in weights.items() if weight}
     return RowRules(
         data.on_bad_row,
         MAX_IMAGE_SIDE_PX,
@@ -415,6 +419,11 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         policy.cls.row_check(
             policy.config, template, resolved.config.sampling.max_completion_tokens
         ),
+        [
+            partial(plugin.cls.check_sample, plugin.config)
+            for name, plugin in resolved.rewards.items()
+            if name in counted
+        ],
         opens,
         checked,
     )

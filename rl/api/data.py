@@ -37,6 +37,8 @@ class RowRules:
     """True: a transparent source picture stays RGBA. False: it is composited onto white."""
     check: RowCheck | None = None
     """Raises UnusableSampleError for a row whose prompt the policy would refuse; None: unknown."""
+    sample_checks: Sequence[Callable[[Sample], None]] = ()
+    """Each raises UnusableSampleError for a row that a reward could never grade."""
     opens: int | None = None
     """Limit of pictures and other files beside the rows that are opened; None: all. With a limit,
     `rl check` is reading, and opens the source once."""

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar
 
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
-from rl.api.types import RewardInput, RewardOutput
+from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.config.schema import MetricName, usable_name
 
 Score = RewardOutput | float | None
@@ -54,6 +54,12 @@ class Reward(ModelRunner[ConfigT]):
     def num_questions(cls, config: ConfigT) -> Count:
         """Requests to the judge per picture, at least 1 when it `needs_judge`."""
         return 0
+
+    @classmethod
+    def check_sample(cls, config: ConfigT, sample: Sample) -> None:
+        """Raises UnusableSampleError, with the remedy, for a row that the reward could never grade.
+        Called for each row before a model is loaded, without its pictures, if the reward counts in
+        the final reward."""
 
     def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
         """Grade one picture (or text, if nothing renders). `async def`, or a plain `def`, which is

@@ -265,7 +265,7 @@ class RewardOutput:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
     replies: tuple[str, ...] = ()
-    """Raw judge replies, kept verbatim with the episode."""
+    """The judge's replies, or what the reward read, kept verbatim with the episode."""
     failure: str | None = None
     """Why `value` is None, or 0 under judge.unreadable 'lowest'; starts with a short stable word
     (`timeout: ...`), for counting."""
@@ -274,7 +274,7 @@ class RewardOutput:
     traceback: str = ""
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
     regions: tuple[Region, ...] = ()
-    """Where the judge looked; recorded with the episode and drawn on the run's page."""
+    """Where judge or reward looked; recorded with the episode and drawn on the run's page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,7 +300,7 @@ class Episode:
     parts: Mapping[str, float] = field(default_factory=dict)
     """`<reward>/<part>` -> number, over all rewards."""
     replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Reward -> the judge's raw replies."""
+    """Reward -> its `RewardOutput.replies`."""
     regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     """Reward -> the regions of `image` that it names; rewards without regions are left out."""
     failure: str | None = None

@@ -442,12 +442,17 @@ class RowsSource(CheckedSource[ConfigT]):
 
     def __getitem__(self, index: int) -> Sample:
         """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
-        index, columns = self._kept[index], self._table.columns
+        index = self._kept[index]
         try:
             row = self._table.rows[index]
             *sources, target = self._read(row, self._decoded)
         except Exception as error:  # as in `_check_all`
             raise BadRowError(self._named(index, error)) from error
+        return replace(self._sample(index, row), sources=tuple(sources), target=target)
+
+    def _sample(self, index: int, row: Mapping[str, Any]) -> Sample:
+        """The sample without its pictures."""
+        columns = self._table.columns
         category = pick(row, columns.category, None)
         return Sample(
             id=self._id(index, row),
@@ -455,8 +460,6 @@ class RowsSource(CheckedSource[ConfigT]):
             category=str(category) if category is not None else "",
             reference=pick(row, columns.reference, None),
             hidden={name: pick(row, column, None) for name, column in columns.hidden.items()},
-            sources=tuple(sources),
-            target=target,
         )
 
     def id_of(self, index: int) -> str:
@@ -472,13 +475,14 @@ class RowsSource(CheckedSource[ConfigT]):
         if not row.keys() <= self._keys:
             self._keys.update(row)
         *sizes, _ = self._read(row, self._size_of)
-        identity = self._id(index, row)
-        key = hash(identity)
+        sample = self._sample(index, row)
+        key = hash(sample.id)
         if key in self._row_of_id:
             first = self._table.numbers[self._row_of_id[key]]
-            raise UnusableError(f"id {identity!r} is already that of row {first}")
-        instruction = pick(row, self._table.columns.instruction).strip()
-        self._num_uncounted += not self._fits(identity, instruction, sizes, None)
+            raise UnusableError(f"id {sample.id!r} is already that of row {first}")
+        self._num_uncounted += not self._fits(sample.id, sample.instruction, sizes, None)
+        for check in self._rules.sample_checks:
+            check(sample)
         self._row_of_id[key] = index
         self._most_pictures = max(self._most_pictures, len(sizes))
 

@@ -115,7 +115,7 @@ def third_party(*folders: str) -> set[str]:
 @pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not be only a dependency of another package."""
-    optional = {"vllm", "ray"}  # of the extras `cuda` and `ray`
+    optional = {"vllm", "ray", "rapidocr"}  # of the extras `cuda`, `ray` and `ocr`
     assert third_party("rl", "tiny_world", "examples") - set(CPU) - optional == set()
     # TRL creates a fixture, in a separate environment.
     assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "trl"} == set()

@@ -206,7 +206,7 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
         text = f"{name}: {escaped(graded, MAX_SHOWN_CHARS)}"
         yield fill(text, 80, initial_indent="  ", subsequent_indent="    ")
         for reply in output["replies"]:
-            text = f"judge: {escaped(reply, MAX_SHOWN_CHARS)}"
+            text = f"reply: {escaped(reply, MAX_SHOWN_CHARS)}"
             yield fill(text, 80, initial_indent="    ", subsequent_indent="      ")
     yield "  reward: none" if row["reward"] is None else f"  reward: {row['reward']:.3f}"
 
