@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_loop
+import tiny_qwen
 from PIL import Image
 from tiny_faulty_judge import MODEL, Fault, dripping, page, raw
 from tiny_images_api import REFUSED, ImagesServer, body_of, expected, job_of, renderer_of
@@ -180,6 +183,21 @@ def test_pictures_come_as_they_are_drawn_and_belong_to_their_jobs() -> None:
     assert num_taken <= 4, "one is drawn, at most three are under way"
     assert outcomes == {number: expected(server, job) for number, job in enumerate(jobs)}
     assert 1 < server.max_open <= 3
+
+
+@pytest.mark.slow
+def test_the_order_of_the_answers_changes_no_number_of_a_run(tmp_path: Path) -> None:
+    models = {"policy": str(tmp_path / "policy"), "editor": ""}
+    tiny_qwen.save_policy_folder(Path(models["policy"]))
+    for stall_s, run in ((0.0, tiny_loop.run), (0.3, tiny_loop.run_forked)):
+        with ImagesServer(most_stall_s=stall_s) as server:
+            renderer = {"type": "images_api", "api_base": server.api_base, "model": MODEL}
+            folder = tmp_path / str(stall_s)
+            config = tiny_loop.without_judge(models, folder, renderer=renderer, num_iterations=2)
+            config["policy"]["system_prompt"] = "Say what to change."
+            run(tiny_loop.write_config(folder, config))
+        assert len(server.requests) == 5 + 2 * 10, "made-up ones, then one for each picture"
+    tiny_loop.assert_same_run(tmp_path / "0.0/tiny", tmp_path / "0.3/tiny", 2)
 
 
 @pytest.mark.parametrize(
