@@ -68,6 +68,10 @@ STRANGE: list[tuple[dict[str, Any], str]] = [
     ({"data": {"train": [], "validation": [{"type": "evilplugin.b"}]}}, "evilplugin.b, whose code"),
     ({"judge": {"api_base": "http://evil"}}, "http://evil ... --set judge.api_base=URL"),
     ({"judge": {"start_command": ["evil"]}}, "evil ... --set judge.start_command=[]"),
+    (
+        {"renderer": {"type": "images_api", "api_base": "http://evil", "model": "m"}},
+        "http://evil ... --set renderer.api_base=URL",
+    ),
 ]
 
 
