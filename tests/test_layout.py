@@ -236,7 +236,6 @@ SHORT = {
     "guard.py",  # a program that must start at once
     "test_distributed_env.py",  # EARL's name
     "sd3_config.py",  # both halves of its plugin read it
-    "vllm_classes.py",  # vLLM imports it by its name
 }
 """Files that stay short."""
 
