@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,16 +33,17 @@ from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.check import memory_plan
-from rl.check.memory_plan import CONTEXT_GB
+from rl.check.memory_plan import CONTEXT_GB, MODELS
+from rl.config.loading import located
 from rl.config.schema import RunConfig
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import TrainStep
+from rl.model_files import cached
 from rl.progress import PhaseTimer
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences
-from rl.tools.skeletons import model_folder
 
 # ---- tally ---------------------------------------------------------------------------------------
 # Counts of a rehearsal: bytes by device and phase, FLOPs by phase.
@@ -92,7 +95,7 @@ class Tally:
 # A fake GPU: 'cuda' tensors have shapes, dtypes and bytes, but no values.
 #
 # CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the
-# GPU is zeros or True. Needs `skeletons.load()` before the first `import torch`.
+# GPU is zeros or True. Needs `load_cuda_guard()` before the first `import torch`.
 
 aten = torch.ops.aten
 MAX_FETCHED_BYTES = 2**26
@@ -596,3 +599,85 @@ def peaks_gb(done: Rehearsed) -> dict[str, float]:
 def _row(name: str, gb: float, planned_gb: float | None) -> str:
     planned = "" if planned_gb is None else f"{planned_gb:>9.2f}  {planned_gb / gb - 1:+.1%}"
     return f"  {name:<22}{gb:>9.2f}{planned}"
+
+
+# ---- skeletons -----------------------------------------------------------------------------------
+# Models without weights: the config files of a tiny model, with the sizes of the real one.
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+Json = Mapping[str, Any]
+
+
+def model_folder(path: str, revision: str | None, work: Path) -> str:
+    """The folder, or cached hub id, with a model's config files and tokenizer. Raises ValueError
+    for a hub id that is neither cached nor known."""
+    if not path or Path(path).is_dir():
+        return path
+    if cached(path, "config.json", revision) or cached(path, "model_index.json", revision):
+        return path
+    if path not in MODELS["models"]:
+        raise ValueError(
+            f"the sizes of {path!r} are not known: fetch its config files first (hf download "
+            f"{path} --exclude '*.safetensors'), or give a local model folder"
+        )
+    target = work / path.replace("/", "--")
+    if not target.is_dir():
+        _write(MODELS["models"][path], target)
+    return str(target)
+
+
+def _write(model: Json, target: Path) -> None:
+    model = MODELS["models"][model["same_as"]] if "same_as" in model else model
+    _copy(model["like"], target)
+    for folder, tiny in model.get("folders", {}).items():
+        _copy(tiny, target / folder)
+    for name, sizes in model["files"].items():
+        file = target / name
+        file.parent.mkdir(exist_ok=True)
+        if isinstance(sizes, str):  # the text encoder has that policy's config
+            sizes = MODELS["models"][sizes]["files"]["config.json"]
+        # A config that names its class is complete: the class's defaults are the missing values.
+        is_complete = "_class_name" in sizes or "model_type" in sizes
+        tiny = {} if is_complete else json.loads(file.read_text())
+        file.write_text(json.dumps(_merged(tiny, sizes), indent=1))
+    if (target / "text_encoder_3").is_dir():
+        from transformers import T5TokenizerFast
+
+        # One token per word: prompts are padded to one length anyway.
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]
+        T5TokenizerFast(vocab=pieces, extra_ids=0).save_pretrained(target / "tokenizer_3")
+    if model["like"] == "emu3":
+        _fill_emu3_tokenizer(target / "tokenizer.json")
+
+
+def _copy(tiny: str, target: Path) -> None:
+    """Copy all files of a tiny model except its weights."""
+    source = located(f"{MODELS['tokenizers']}/{tiny}")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+
+
+def _merged(old: Json, new: Json) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        is_nested = key.endswith("_config") and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if is_nested else value
+    return merged
+
+
+def _fill_emu3_tokenizer(file: Path) -> None:
+    """Give the tokenizer as many ids as the released one has: filler tokens that no text contains,
+    then the special tokens, then all visual tokens."""
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    specials = [token for token in tokenizer["added_tokens"] if "visual" not in token["content"]]
+    first_special = MODELS["emu3_text_tokens"] - len(specials)
+    for number in range(len(vocab), first_special):
+        vocab[f"<filler {number}>"] = number
+    names = [token["content"] for token in specials]
+    names += [f"<|visual token {code:06d}|>" for code in range(MODELS["emu3_codes"])]
+    tokenizer["added_tokens"] = [
+        {**specials[0], "id": first_special + place, "content": name}
+        for place, name in enumerate(names)
+    ]
+    file.write_text(json.dumps(tokenizer))
