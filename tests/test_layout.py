@@ -40,7 +40,6 @@ LAYERS = [
     {"api"},
     {"algorithm", "files", "meter", "ranks", "seeds"},
     {"model_files", "printing"},
-    {"console"},
     {"progress"},
     {"record"},
     {"judge"},

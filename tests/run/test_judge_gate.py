@@ -21,10 +21,10 @@ from benchmarks.judge_defects import DefectiveJudge
 from rl import build
 from rl.check import check_report, trials
 from rl.check.trials import judge_passed
-from rl.console import Console
 from rl.files import write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError
+from rl.progress import Console
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.publish import model_card

@@ -55,12 +55,12 @@ from rl.check.trials import (
     too_few_graded,
 )
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
-from rl.console import duration
 from rl.files import downscale, write_atomically
 from rl.judge.client import JudgeClient, JudgeError, JudgeStats
 from rl.judge.http import resolve_api_bases
 from rl.judge.server import StartedJudge, raise_if_ended
 from rl.printing import load_template
+from rl.progress import duration
 from rl.ranks.signals import remedy
 from rl.rollout.episodes import scores
 from rl.tools.audit_cases import (

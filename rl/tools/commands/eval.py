@@ -39,10 +39,9 @@ from rl.check.this_machine import fetch_small_files, fetch_weights
 from rl.check.trials import identity
 from rl.config.loading import not_a_file
 from rl.config.schema import ConfigError, DataConfig, RunConfig
-from rl.console import Console
 from rl.judge.http import BackgroundLoop
 from rl.printing import excerpt
-from rl.progress import PhaseTimer, shown_on
+from rl.progress import Console, PhaseTimer, shown_on
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import first_samples, usable

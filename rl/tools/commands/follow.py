@@ -36,7 +36,6 @@ from rl import printing
 from rl.config import loading
 from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
-from rl.console import warn
 from rl.files import (
     downscale,
     hold,
@@ -47,6 +46,7 @@ from rl.files import (
     write_atomically,
 )
 from rl.printing import code, scrub, text
+from rl.progress import warn
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
 from rl.tools.report.page import MAIN_METRICS, Page

@@ -31,12 +31,11 @@ from rl.api.data import MAX_IMAGE_SIDE_PX
 from rl.api.types import RewardInput, RewardOutput
 from rl.build import Resolved
 from rl.config.loading import escaped
-from rl.console import Console
 from rl.data.rows import load_image
 from rl.files import append_line, json_line, read_object
 from rl.judge.client import JudgeError
 from rl.judge.http import BackgroundLoop
-from rl.progress import counted, shown_on
+from rl.progress import Console, counted, shown_on
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores, values_of
 from rl.run.checks import contents_of
