@@ -21,7 +21,7 @@ from PIL.Image import DecompressionBombError, Image
 from rl.config.schema import load_config
 from rl.files import open_picture
 from rl.record.run_summary import is_in_use
-from rl.tools.report import reading
+from rl.tools import reading
 
 ConfigOrPath = str | Path | Mapping[str, Any]
 """A config file, or the config itself as nested dicts and lists."""

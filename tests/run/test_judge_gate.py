@@ -28,7 +28,7 @@ from rl.progress import Console
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.publish import model_card
-from rl.tools.report.page import alarms
+from rl.tools.page import alarms
 
 TINY_AUDIT = Path(__file__).resolve().parents[1] / "helpers/tiny_audit.py"
 

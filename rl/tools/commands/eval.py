@@ -51,8 +51,8 @@ from rl.run.set_up import load_models, open_judges
 from rl.tools.commands.edit import at_least_one
 from rl.tools.commands.report import compare, lines, write_comparison
 from rl.tools.commands.score import judge_errors_as_sentences
-from rl.tools.report.page import INTERVAL, Page, summary
-from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
+from rl.tools.page import INTERVAL, Page, summary
+from rl.tools.reading import CONFIG_ENDINGS, read_evaluations, read_named
 from rl.tools.trained import READ, UNUSED, Trained, config_for_use, load, pick_device
 
 UNTRAINED = "untrained"

@@ -49,8 +49,8 @@ from rl.printing import code, scrub, text
 from rl.progress import warn
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
-from rl.tools.report.page import MAIN_METRICS, Page
-from rl.tools.report.reading import BusyError, find_run, locked, named_rows
+from rl.tools.page import MAIN_METRICS, Page
+from rl.tools.reading import BusyError, find_run, locked, named_rows
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""

@@ -26,7 +26,7 @@ from rl.config.loading import escaped
 from rl.files import write_atomically
 from rl.printing import without_lone_surrogates
 from rl.run.metric_table import doc_of
-from rl.tools.report.page import (
+from rl.tools.page import (
     INTERVAL,
     NAMING,
     PAGE_FOLDER,
@@ -38,7 +38,7 @@ from rl.tools.report.page import (
     summary,
     template,
 )
-from rl.tools.report.reading import (
+from rl.tools.reading import (
     CURVES,
     Evaluation,
     Record,

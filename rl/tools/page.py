@@ -21,7 +21,7 @@ from rl.printing import load_template, without_lone_surrogates
 from rl.record.checkpoint import iteration_of, steps_of
 from rl.run.alarms import EXPLOITS, HELD_OUT, Watch
 from rl.run.paired import NUM_RESAMPLES, interval
-from rl.tools.report.reading import (
+from rl.tools.reading import (
     CURVES,
     Evaluation,
     Pieces,
