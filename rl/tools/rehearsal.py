@@ -232,22 +232,23 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
     """Inside, `torch.cuda` reports a GPU of compute capability 9.0, and `cuda:0` is fake."""
-    gpu = FakeGpu()
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "get_device_capability": lambda device=None: (9, 0),
-        "_lazy_init": lambda: None,
-    }
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        patch = mock.patch.object
-        stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
-        stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
-        torch._C._set_only_lift_cpu_tensors(True)
-        stack.enter_context(gpu)
-        yield gpu
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with (
+            mock.patch.multiple(
+                torch.cuda,
+                is_available=lambda: True,
+                get_device_capability=lambda device=None: (9, 0),
+                _lazy_init=lambda: None,
+            ),
+            mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+            FakeGpu() as gpu,
+        ):
+            yield gpu
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 # ---- rehearsal -----------------------------------------------------------------------------------
@@ -538,15 +539,14 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
     ids = (*completion.token_ids[: num_tokens - 1], completion.token_ids[-1])
     vocabulary = policy.image_vocabulary
     if vocabulary is not None and prompt.grid is not None:
-        height, width = (torch.tensor([side]) for side in prompt.grid)
-        picture = [vocabulary.image]
-        while picture[-1] != vocabulary.end_of_sequence:
-            after = torch.tensor([len(picture) - 1])
-            kind = int(image_grammar.allowed_kinds(after, height, width, vocabulary))
-            code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
-            picture.append(code if kind == image_grammar.VISUAL else kind)
-        words = num_tokens - len(picture)
-        ids = (*ids[: max(0, min(words, 8))], *picture)
+        height, width = prompt.grid
+        after = torch.arange(height * (width + 1) + 3)  # codes, row ends, three ends of the picture
+        sides = torch.tensor(height), torch.tensor(width)
+        kinds = image_grammar.allowed_kinds(after, *sides, vocabulary)
+        codes = torch.randint(vocabulary.visual_start, vocabulary.visual_end, kinds.shape)
+        picture = torch.where(kinds == image_grammar.VISUAL, codes, kinds).tolist()
+        words = ids[: max(0, min(num_tokens - len(picture) - 1, 8))]
+        ids = (*words, vocabulary.image, *picture)
     return replace(completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 
 
