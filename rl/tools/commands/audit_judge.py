@@ -257,15 +257,16 @@ async def audit(
 def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConfig) -> RewardAudit:
     """The statistics of an audit, and its verdict."""
     first = {key: values[0] for key, values in asked.values.items() if values}
-    by_kind: dict[str, list[Pair]] = {kind: [] for _, kind in asked.values if kind != CORRECT}
+    kinds = list(dict.fromkeys(kind for _, kind in asked.values if kind != CORRECT))
+    pairs = [
+        Pair(case, kind, first[case, CORRECT], value)
+        for (case, kind), value in first.items()
+        if kind != CORRECT and (case, CORRECT) in first
+    ]
     by_category: dict[str, list[Pair]] = {}
-    for (case, kind), value in first.items():
-        if kind != CORRECT and (case, CORRECT) in first:
-            pair = Pair(case, kind, first[case, CORRECT], value)
-            by_kind[kind].append(pair)
-            if kind in CLEARLY_WRONG and cases[case].sample.category:
-                by_category.setdefault(cases[case].sample.category, []).append(pair)
-    all_pairs = [pair for pairs in by_kind.values() for pair in pairs]
+    for pair in pairs:
+        if pair.kind in CLEARLY_WRONG and (category := cases[pair.case].sample.category):
+            by_category.setdefault(category, []).append(pair)
     ungraded_shares = {
         key: len(texts) / (len(texts) + len(asked.values[key]))
         for key, texts in asked.failures.items()
@@ -282,17 +283,17 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         first_failure=next(iter(reasons), ""),
         silent={
             kind: _mean_share([share for key, share in ungraded_shares.items() if key[1] == kind])
-            for kind in (CORRECT, *by_kind)
+            for kind in (CORRECT, *kinds)
         },
         mean_correct=float(np.mean(right)) if right else math.nan,
-        overall=_kind("all kinds", all_pairs),
-        kinds=[_kind(name, pairs) for name, pairs in by_kind.items()],
-        categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
+        overall=_kind("all kinds", pairs),
+        kinds=[_kind(kind, [pair for pair in pairs if pair.kind == kind]) for kind in kinds],
+        categories=[_kind(name, own) for name, own in sorted(by_category.items())],
         noise_sd=noise_sd(np.array(repeated)) if repeated else math.nan,
         num_levels=len(set(values)),
         lowest_share=values.count(0.0) / max(len(values), 1),
         highest_share=values.count(1.0) / max(len(values), 1),
-        worst=sorted(all_pairs, key=lambda pair: (pair.right - pair.wrong, pair.case)),
+        worst=sorted(pairs, key=lambda pair: (pair.right - pair.wrong, pair.case)),
     )
     failures, doubts = decided(result, limits)
     return replace(result, failures=failures, doubts=doubts)
@@ -329,25 +330,18 @@ async def attack(
     """(attacks on one reward, mean of right results, floor as in `AttackResult.gain`; 0 without
     references). Raises JudgeError if too many results are ungraded."""
     reference_kinds = (CORRECT, "no_edit", "other_result")
-    references = {
-        (number, kind): case.results[kind]
+    shown = {
+        (number, kind): result
         for number, case in enumerate(cases)
-        for kind in reference_kinds
-        if kind in case.results
+        for kind, result in {**case.results, **attacked(case)}.items()
+        if kind in (*reference_kinds, *ATTACKS)
     }
-    attacks = {
-        (number, name): result
-        for number, case in enumerate(cases)
-        for name, result in attacked(case).items()
-    }
-    asked = await ask(plugin, judge, device, {**references, **attacks})
-    if few := too_few_graded(measured(plugin.key, cases, asked, limits)):
+    asked = await ask(plugin, judge, device, shown)
+    graded = measured(plugin.key, cases, asked, limits)
+    if few := too_few_graded(graded):
         raise JudgeError(f"{plugin.key}: {few}")
-    graded: dict[str, list[float]] = {}
-    for (_, kind), values in asked.values.items():
-        graded.setdefault(kind, []).extend(values)
-    means = {kind: float(np.mean(values)) for kind, values in graded.items() if values}
-    right = means.get(CORRECT, math.nan)
+    means = {kind.name: kind.mean for kind in graded.kinds if kind.num_pairs}
+    right = graded.mean_correct
     floor = min((means[kind] for kind in reference_kinds[1:] if kind in means), default=0.0)
     results = []
     for name, mean in means.items():
@@ -471,7 +465,6 @@ def _data_url(picture: Image) -> str:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
-    printing.guard()
     parser = printing.Parser("rl judge", f"{__doc__}{printing.KEY_VALUE}")
     actions = ("audit", "attack")
     parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")

@@ -35,7 +35,6 @@ from rl.tools.commands.edit import at_least_one
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
-    printing.guard()
     parser = printing.Parser("rl rehearse", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
