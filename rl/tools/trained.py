@@ -25,6 +25,7 @@ from rl.model_files import ADAPTER_CONFIG, is_hub_id, read_config
 from rl.policies.policy_base import ADAPTER_KEYS
 from rl.printing import excerpt
 from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
+from rl.record.publish import at
 from rl.record.run_summary import not_a_run
 
 UNUSED: dict[str, Any] = {
@@ -148,8 +149,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
         config = loading.stored(stored, str(file), loading.CHANGED_OUTPUT)
-    policy = config.get("policy") if isinstance(config, Mapping) else None
-    if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
+    if not isinstance(at(config, "policy.type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")
     metrics = state["meta"].get("metrics")
     return Trained(
