@@ -18,7 +18,7 @@ from rl.api.types import Sample
 from rl.check.trials import RewardAudit
 from rl.config.schema import JudgeConfig
 from rl.tools.audit_cases import CORRECT, KINDS, Case
-from rl.tools.judge_audit import Asked, measured
+from rl.tools.commands.audit_judge import Asked, measured
 
 SCALES = {
     "continuous": np.linspace(-8, 8, 401),

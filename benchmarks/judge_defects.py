@@ -16,9 +16,9 @@ from rl import build
 from rl.check.trials import RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
-from rl.tools import judge_audit
 from rl.tools.audit_cases import configured_cases
-from rl.tools.judge_audit import AttackResult, attack_lines, audit_lines
+from rl.tools.commands import audit_judge
+from rl.tools.commands.audit_judge import AttackResult, attack_lines, audit_lines
 from tiny_world.judge_server import JudgeServer
 
 Parts = list[dict[str, Any]]
@@ -145,10 +145,10 @@ DEFECTS: Mapping[str, Defect] = {
 
 
 def examine(
-    defect: str, num_cases: int = judge_audit.NUM_CASES, attacked: bool = True
+    defect: str, num_cases: int = audit_judge.NUM_CASES, attacked: bool = True
 ) -> tuple[RewardAudit, tuple[list[AttackResult], float, float]]:
     """(audit, attack) of the quickstart's reward with a judge that has this defect: the
-    results of `judge_audit.audit` and, if `attacked`, of `judge_audit.attack`."""
+    results of `audit_judge.audit` and, if `attacked`, of `audit_judge.attack`."""
     config = load_config("configs/quickstart.jsonnet", ["judge.max_attempts=2"])
     resolved = build.resolve(config)
     cases = configured_cases(resolved, ["viescore"], num_cases, seed=0)
@@ -157,10 +157,10 @@ def examine(
     async def ask(api_base: str) -> Any:
         client = JudgeClient(limits.model_copy(update={"max_outage_s": 6.0}), api_base)
         try:
-            audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
+            audit = await audit_judge.audit(plugin, client, "cpu", cases, limits)
             if not attacked or audit.num_unreadable:  # an attack would raise JudgeError
                 return audit, ([], math.nan, 0.0)
-            return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
+            return audit, await audit_judge.attack(plugin, client, "cpu", cases, limits)
         finally:
             await client.aclose()
 

@@ -18,7 +18,7 @@ from statistics import fmean, median, stdev
 from benchmarks.training import train
 from rl.files import read_rows
 from rl.run.paired import paired
-from rl.tools.report.reading import read_evaluations
+from rl.tools.reading import read_evaluations
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}

@@ -24,7 +24,7 @@ from rl.config import loading
 from rl.config.loading import nearest, printable
 from rl.config.schema import ConfigError, RunConfig, listed
 from rl.files import with_leaves
-from rl.ranks.signals import remedy
+from rl.ranks.signals import is_raised_here, remedy
 
 # ---- scrub ---------------------------------------------------------------------------------------
 # Replaces the environment's secrets (keys, passwords) in text to be written, logged or sent.
@@ -445,11 +445,12 @@ def complain(title: str, problems: Sequence[str] = ()) -> None:
 
 
 def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """`main`, with errors as sentences and without traceback. Exit code: that of `main`; 1 after an
-    error or on a closed pipe, 130 after Ctrl-C."""
+    """`main`, guarded (`guard`), with errors as sentences and without traceback. Exit code: that of
+    `main`; 1 after an error or on a closed pipe, 130 after Ctrl-C."""
 
     @wraps(main)
     def run(arguments: Sequence[str] | None = None) -> int:
+        guard()
         try:
             code = main(arguments)
             sys.stdout.flush()
@@ -464,6 +465,10 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         except OSError as error:
             complain(remedy(error))
         except ValueError as error:
+            complain(str(error))
+        except RuntimeError as error:
+            if not is_raised_here(error):
+                raise
             complain(str(error))
         return 1
 

@@ -73,7 +73,6 @@ correction have less, 80 GB more."""
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 124 hung for too long,
     128+n ended by signal n, else that of the rank that failed first."""
-    printing.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.conformance:
         if find_spec("torch") is None:

@@ -40,7 +40,6 @@ LAYERS = [
     {"api"},
     {"algorithm", "files", "meter", "ranks", "seeds"},
     {"model_files", "printing"},
-    {"console"},
     {"progress"},
     {"record"},
     {"judge"},
@@ -201,7 +200,7 @@ def test_imports_only_go_down() -> None:
 
 
 def test_every_program_guards_what_it_prints() -> None:
-    """Programs call `printing.guard` (`rl/printing.py`) first."""
+    """Programs call `printing.guard` (`rl/printing.py`) first, or `printing.program` does."""
     exceptions = {
         "rl/__main__.py",  # starts another program at once
         "rl/test_distributed_env.py",  # calls another program's `main`
@@ -211,8 +210,8 @@ def test_every_program_guards_what_it_prints() -> None:
     programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
     assert len(programs) > len(exceptions)
     for file in programs:
-        guards = "    printing.guard(" in file.read_text()
-        assert guards == (str(file.relative_to(ROOT)) not in exceptions), file
+        guards = re.search(r"^    printing\.guard\(|^@printing\.program$", file.read_text(), re.M)
+        assert bool(guards) == (str(file.relative_to(ROOT)) not in exceptions), file
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -236,7 +235,6 @@ SHORT = {
     "guard.py",  # a program that must start at once
     "test_distributed_env.py",  # EARL's name
     "sd3_config.py",  # both halves of its plugin read it
-    "vllm_classes.py",  # vLLM imports it by its name
 }
 """Files that stay short."""
 

@@ -23,7 +23,7 @@ from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
 from rl.printing import excerpt, plain, scrub
 from rl.record import checkpoint
-from rl.tools.report.reading import read_named
+from rl.tools.reading import read_named
 
 few = settings(
     max_examples=30,

@@ -86,7 +86,7 @@ _CALLS = {
     "a checkpoint is written": ("rl.record.checkpoint:_write_manifest", 1),
     "metrics are logged": ("rl.run.run:Run.log", 3),
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
-    "an iteration is printed": ("rl.console:Console.iteration", 3),
+    "an iteration is printed": ("rl.progress:Console.iteration", 3),
 }
 _RECORD_CALLS = ("episodes are recorded", "episodes are written", "a line of metrics is written")
 _REWARD_CALL = "the judge is asked"

@@ -26,10 +26,10 @@ from rl.build import Plugin, Resolved
 from rl.check.compatibility import READABLE
 from rl.config.loading import read_bytes
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig, ConfigError, JudgeConfig, RunConfig
-from rl.console import Console, duration, warn
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.http import TOO_MANY_REQUESTS, BackgroundLoop, StoppedError, remedy_for
 from rl.printing import excerpt
+from rl.progress import Console, duration, warn
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores

@@ -24,7 +24,7 @@ VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
 """Architecture that vLLM does not list -> vLLM's class that computes the same."""
-OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm_classes", "Qwen3VLWithDeepstack")}
+OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm_requests", "Qwen3VLWithDeepstack")}
 """Architecture -> (module, class) of ours that replaces vLLM's class."""
 
 

@@ -27,8 +27,8 @@ from rl.api.plugin import PlacedConfig, Resources, reported_by
 from rl.api.renderer import Renderer
 from rl.api.types import RenderFailure, RenderJob
 from rl.config.schema import RAY_MISSING, RenderPoolConfig
-from rl.console import duration, warn
 from rl.files import digest
+from rl.progress import duration, warn
 from rl.ranks import signals
 from rl.ranks.dist import resolve_device
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl.config import loading
 from rl.config.loading import not_a_file, read_bytes
 from rl.config.schema import CheckpointConfig
-from rl.console import duration, warn
 from rl.files import FULL, fsync, read_object, read_rows, require_in_place, write_atomically
 from rl.printing import excerpt, scrub
+from rl.progress import duration, warn
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
 from rl.record.publish import Pusher

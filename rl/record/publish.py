@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from rl.api.policy import ThoughtSection
 from rl.api.types import PromptTemplate
-from rl.console import duration, warn
 from rl.files import with_leaves
 from rl.model_files import is_hub_id, licence_of
 from rl.printing import code, load_template, scrub, text
+from rl.progress import duration, warn
 
 # ---- model card ----------------------------------------------------------------------------------
 # Writes the model card (README.md) of a trained model from `model_card.md.j2`, values escaped.

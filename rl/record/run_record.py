@@ -25,7 +25,6 @@ from PIL.Image import Image, new
 
 from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
-from rl.console import warn
 from rl.files import (
     append_line,
     digest,
@@ -42,6 +41,7 @@ from rl.files import (
     write_atomically,
 )
 from rl.printing import excerpt, remember, scrubbed
+from rl.progress import warn
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import retry_until_space
 

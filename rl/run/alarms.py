@@ -17,9 +17,9 @@ import numpy as np
 from rl.algorithm.metrics import SPREAD_TOLERANCE, Metrics
 from rl.api.types import Status
 from rl.config.schema import RunConfig
-from rl.console import warn
 from rl.files import read_rows
 from rl.printing import excerpt
+from rl.progress import warn
 from rl.run.paired import NUM_ERRORS, Paired, paired, student
 
 # ---- engine --------------------------------------------------------------------------------------

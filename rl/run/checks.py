@@ -16,8 +16,8 @@ from rl.algorithm.metrics import Metrics
 from rl.api.reward import NO_VALUE
 from rl.api.types import Episode, Sample, Status
 from rl.config.schema import RunConfig
-from rl.console import warn
 from rl.printing import excerpt
+from rl.progress import warn
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout, RolloutContext
 from rl.run.alarms import Watch

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
-from rl.console import warn
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
 from rl.learner.train_step import Forwards, Inference
 from rl.printing import scrubbed
-from rl.progress import PhaseTimer
+from rl.progress import PhaseTimer, warn
 from rl.ranks import signals
 from rl.record.checkpoint import retry_until_space
 from rl.record.run_record import named_sources, provenance, source_files

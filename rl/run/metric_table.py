@@ -15,7 +15,7 @@ from rl.api.find import described
 from rl.api.metric import Metric
 from rl.api.plugin import PluginBase, brief, reported_by
 from rl.build import Plugin, RewardPlugin
-from rl.console import warn
+from rl.progress import warn
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

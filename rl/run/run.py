@@ -12,12 +12,11 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Episode, Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.console import Console, warn
 from rl.judge.client import JudgeClient, JudgeStats
 from rl.learner.learner import Learner, SyncReport, sync
 from rl.learner.train_step import TrainStep
 from rl.meter import take_peak_memory_gb
-from rl.progress import PhaseTimer
+from rl.progress import Console, PhaseTimer, warn
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rl import build
 from rl.api.policy import Policy
 from rl.check.memory_plan import HELD_STATE_GB
-from rl.console import warn
 from rl.learner.learner import Learner
-from rl.progress import PhaseTimer
+from rl.progress import PhaseTimer, warn
 from rl.ranks.dist import Dist
 from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
 from rl.record.publish import model_card

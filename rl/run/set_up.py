@@ -25,7 +25,6 @@ from rl.check import check_report, memory_plan
 from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
-from rl.console import Console, warn
 from rl.files import append_line, json_line, read_rows
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError, resolve_api_bases
@@ -34,7 +33,7 @@ from rl.learner.learner import Learner
 from rl.meter import measure_flops_per_s
 from rl.model_files import ADAPTER_CONFIG
 from rl.printing import hide
-from rl.progress import PhaseTimer, shown_on
+from rl.progress import Console, PhaseTimer, shown_on, warn
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist, enforce, look_at_machine
 from rl.ranks.supervision import WATCHED_ELSEWHERE

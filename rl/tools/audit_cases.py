@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont
 
 from rl import build
-from rl.api.data import DataSource
-from rl.api.types import Sample, UnusableSampleError
+from rl.api.types import Sample
 from rl.build import Resolved
 from rl.config.loading import is_folder, not_a_file
 from rl.config.schema import ConfigError
@@ -310,20 +309,14 @@ def pair_cases(resolved: Resolved, path: str, columns: Mapping[str, str]) -> lis
     with_pairs = build.resolve(resolved.config.model_copy(update={"data": data}))
     better, worse = build.build_data(with_pairs, with_pairs.validation)
     with closing(better), closing(worse):
-        worse_results = {each.id: each.target for each in _rows(worse)}
-        rows = [(each, each.target, worse_results.get(each.id)) for each in _rows(better)]
+        shown = [first_samples([side], len(side), "skip") for side in (better, worse)]
+    worse_results = {each.id: each.target for each in shown[1]}
+    rows = [(each, each.target, worse_results.get(each.id)) for each in shown[0]]
     return [
         Case(sample, {CORRECT: (sample, right), "worse": (sample, wrong)})
         for sample, right, wrong in rows
         if right is not None and wrong is not None
     ]
-
-
-def _rows(source: DataSource) -> Iterator[Sample]:
-    """The usable rows of a data source."""
-    for index in range(len(source)):
-        with suppress(UnusableSampleError):
-            yield source[index]
 
 
 # ---- judge attacks -------------------------------------------------------------------------------

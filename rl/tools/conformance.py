@@ -28,6 +28,7 @@ from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner, SyncError, sync
 from rl.ranks.dist import Dist
+from rl.rollout.episodes import first_samples
 from rl.tools.gpu_checks import Line, result, skipped
 from rl.tools.gpu_steps import move
 
@@ -57,7 +58,6 @@ def _require(good: bool, problem: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line per check. `argv`: the plugin, perhaps a config and overrides, as `rl check`
     read them. Exit code: 0; 1 if one failed or the plugin cannot be loaded."""
-    printing.guard()
     plugin, *rest = sys.argv[1:] if argv is None else argv
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rl_conformance_") as folder:
@@ -141,8 +141,8 @@ class Subject:
     def samples(self) -> list[Sample]:
         """The config's first training samples; without any, drawn ones."""
         if self.resolved.train:
-            [source] = build.build_data(self.resolved, self.resolved.train[:1])
-            return [source[index] for index in range(min(NUM_SAMPLES, len(source)))]
+            sources = build.build_data(self.resolved, self.resolved.train[:1])
+            return first_samples(sources, NUM_SAMPLES)
         drawn = {"red": (64, 64), "green": (96, 64), "blue": (64, 96)}
         return [
             Sample(f"drawn-{colour}", f"paint it {colour}", (Image.new("RGB", size, colour),))

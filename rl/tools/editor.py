@@ -80,21 +80,16 @@ class Variant:
     """Why this variant failed; None: it did not."""
 
 
-@dataclass(frozen=True, eq=False)
-class EditResult:
-    """The result of one request."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EditResult(Variant):
+    """The result of one request: the edit, whose `words` are an answer if the run has no renderer,
+    and what belongs to it."""
 
     request: EditRequest
-    sources: tuple[Image, ...]
+    sources: tuple[Image, ...] = ()
     """RGB, upright, before the policy's own scaling."""
-    words: str
-    """What the policy wrote for the renderer or, if the run has none, its answer."""
-    thought: str
+    thought: str = ""
     """What the policy wrote before `words`."""
-    image: Image | None
-    """RGB; None: nothing was drawn."""
-    failure: str | None
-    """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
     variants: Mapping[str, Variant] = field(default_factory=dict)
     """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that variant; all share the noise."""
     seed: int = 0
@@ -272,25 +267,23 @@ class Editor(AbstractContextManager["Editor"]):
                     [sample] = self._context.renderer.encode_sources([sample], self._area_px)
                 prompts[b] = self.policy.build_prompt(sample)
             except ValueError as error:  # only this request fails
-                results[b] = EditResult(request, (), "", "", None, str(error), seed=seed)
+                results[b] = EditResult("", None, str(error), request=request, seed=seed)
         drawn = self._draw(prompts, seed, variants) if prompts else {}
         seconds = (time.monotonic() - began) / max(1, len(prompts))
         for b, prompt in prompts.items():
             shown = {name: self._variant(of_b[b]) for name, of_b in drawn.items() if b in of_b}
             edit, episode = shown.pop(POLICY), drawn[POLICY][b]
             results[b] = EditResult(
-                requests_B[b],
-                prompt.sample.sources,
-                edit.words,
-                episode.action.thought,
-                edit.image,
-                edit.failure,
-                shown,
-                seed,
-                episode.noise_seed,
-                episode.completion.token_ids,
-                episode.completion.finish,
-                seconds,
+                **vars(edit),
+                request=requests_B[b],
+                sources=prompt.sample.sources,
+                thought=episode.action.thought,
+                variants=shown,
+                seed=seed,
+                noise_seed=episode.noise_seed,
+                token_ids=episode.completion.token_ids,
+                finish=episode.completion.finish,
+                seconds=seconds,
             )
         return [results[b] for b in range(len(requests_B))]
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from rl import build
 from rl.algorithm.attention_kernels import CPU, PLAIN, Kernel, choose_kernel
@@ -213,11 +214,10 @@ def attention_errors(
     actual = [out, *torch.autograd.grad(out, inputs, grad_out)]
 
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    # In float64 a GPU computes it by its definition: it has no fused kernel.
     query, key, value = doubles
-    key, value = (x.repeat_interleave(num_heads // num_key_heads, dim=1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * width**-0.5
-    probs = scores.masked_fill(~mask_SS, float("-inf")).softmax(-1)
-    dense = (probs @ value).transpose(1, 2)
+    dense = scaled_dot_product_attention(query, key, value, mask_SS, enable_gqa=True)
+    dense = dense.transpose(1, 2)
     true = [dense, *torch.autograd.grad(dense, doubles, grad_out.double())]
     names = ("result", "query's gradient", "key's gradient", "value's gradient")
     errors, problems = {}, []

@@ -20,8 +20,9 @@ from PIL.Image import DecompressionBombError, Image
 
 from rl.config.schema import load_config
 from rl.files import open_picture
+from rl.record.publish import at
 from rl.record.run_summary import is_in_use
-from rl.tools.report import reading
+from rl.tools import reading
 
 ConfigOrPath = str | Path | Mapping[str, Any]
 """A config file, or the config itself as nested dicts and lists."""
@@ -65,15 +66,14 @@ class Row(dict[str, Any]):
 
     def __init__(self, record: Mapping[str, Any], iteration: int, folder: Path) -> None:
         """`folder`: to which the record's file names are relative."""
-        bare, parts = record.get("bare"), record.get("parts")
         super().__init__(
             {
                 "sample_id": record.get("id"),
-                "bare_reward": bare.get("reward") if isinstance(bare, Mapping) else None,
+                "bare_reward": at(record, "bare.reward"),
                 **record,
                 "iteration": iteration,
                 "words": reading.words_of(record),
-                "parts": parts if isinstance(parts, Mapping) else {},
+                "parts": reading.parts_of(record),
             }
         )
         self.__dict__["folder"] = folder

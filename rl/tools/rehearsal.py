@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,16 +33,17 @@ from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.check import memory_plan
-from rl.check.memory_plan import CONTEXT_GB
+from rl.check.memory_plan import CONTEXT_GB, MODELS
+from rl.config.loading import located
 from rl.config.schema import RunConfig
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
 from rl.learner.train_step import TrainStep
+from rl.model_files import cached
 from rl.progress import PhaseTimer
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rollout.stream import RolloutContext, Sampled, begin, train_sequences
-from rl.tools.skeletons import model_folder
 
 # ---- tally ---------------------------------------------------------------------------------------
 # Counts of a rehearsal: bytes by device and phase, FLOPs by phase.
@@ -92,7 +95,7 @@ class Tally:
 # A fake GPU: 'cuda' tensors have shapes, dtypes and bytes, but no values.
 #
 # CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the
-# GPU is zeros or True. Needs `skeletons.load()` before the first `import torch`.
+# GPU is zeros or True. Needs `load_cuda_guard()` before the first `import torch`.
 
 aten = torch.ops.aten
 MAX_FETCHED_BYTES = 2**26
@@ -229,24 +232,25 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
     """Inside, `torch.cuda` reports a GPU of compute capability 9.0, and `cuda:0` is fake."""
-    gpu = FakeGpu()
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_rng_state": lambda device=None: torch.empty(0),
-        "set_rng_state": lambda state, device=None: None,
-        "_lazy_init": lambda: None,
-    }
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        patch = mock.patch.object
-        stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
-        stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
-        torch._C._set_only_lift_cpu_tensors(True)
-        stack.enter_context(gpu)
-        yield gpu
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with (
+            mock.patch.multiple(
+                torch.cuda,
+                is_available=lambda: True,
+                get_device_capability=lambda device=None: (9, 0),
+                get_rng_state=lambda device=None: torch.empty(0),
+                set_rng_state=lambda state, device=None: None,
+                _lazy_init=lambda: None,
+            ),
+            mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _flash),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+            FakeGpu() as gpu,
+        ):
+            yield gpu
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 # ---- rehearsal -----------------------------------------------------------------------------------
@@ -540,15 +544,14 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
     ids = (*completion.token_ids[: num_tokens - 1], completion.token_ids[-1])
     vocabulary = policy.image_vocabulary
     if vocabulary is not None and prompt.grid is not None:
-        height, width = (torch.tensor([side]) for side in prompt.grid)
-        picture = [vocabulary.image]
-        while picture[-1] != vocabulary.end_of_sequence:
-            after = torch.tensor([len(picture) - 1])
-            kind = int(image_grammar.allowed_kinds(after, height, width, vocabulary))
-            code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
-            picture.append(code if kind == image_grammar.VISUAL else kind)
-        words = num_tokens - len(picture)
-        ids = (*ids[: max(0, min(words, 8))], *picture)
+        height, width = prompt.grid
+        after = torch.arange(height * (width + 1) + 3)  # codes, row ends, three ends of the picture
+        sides = torch.tensor(height), torch.tensor(width)
+        kinds = image_grammar.allowed_kinds(after, *sides, vocabulary)
+        codes = torch.randint(vocabulary.visual_start, vocabulary.visual_end, kinds.shape)
+        picture = torch.where(kinds == image_grammar.VISUAL, codes, kinds).tolist()
+        words = ids[: max(0, min(num_tokens - len(picture) - 1, 8))]
+        ids = (*words, vocabulary.image, *picture)
     return replace(completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 
 
@@ -601,3 +604,85 @@ def peaks_gb(done: Rehearsed) -> dict[str, float]:
 def _row(name: str, gb: float, planned_gb: float | None) -> str:
     planned = "" if planned_gb is None else f"{planned_gb:>9.2f}  {planned_gb / gb - 1:+.1%}"
     return f"  {name:<22}{gb:>9.2f}{planned}"
+
+
+# ---- skeletons -----------------------------------------------------------------------------------
+# Models without weights: the config files of a tiny model, with the sizes of the real one.
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+Json = Mapping[str, Any]
+
+
+def model_folder(path: str, revision: str | None, work: Path) -> str:
+    """The folder, or cached hub id, with a model's config files and tokenizer. Raises ValueError
+    for a hub id that is neither cached nor known."""
+    if not path or Path(path).is_dir():
+        return path
+    if cached(path, "config.json", revision) or cached(path, "model_index.json", revision):
+        return path
+    if path not in MODELS["models"]:
+        raise ValueError(
+            f"the sizes of {path!r} are not known: fetch its config files first (hf download "
+            f"{path} --exclude '*.safetensors'), or give a local model folder"
+        )
+    target = work / path.replace("/", "--")
+    if not target.is_dir():
+        _write(MODELS["models"][path], target)
+    return str(target)
+
+
+def _write(model: Json, target: Path) -> None:
+    model = MODELS["models"][model["same_as"]] if "same_as" in model else model
+    _copy(model["like"], target)
+    for folder, tiny in model.get("folders", {}).items():
+        _copy(tiny, target / folder)
+    for name, sizes in model["files"].items():
+        file = target / name
+        file.parent.mkdir(exist_ok=True)
+        if isinstance(sizes, str):  # the text encoder has that policy's config
+            sizes = MODELS["models"][sizes]["files"]["config.json"]
+        # A config that names its class is complete: the class's defaults are the missing values.
+        is_complete = "_class_name" in sizes or "model_type" in sizes
+        tiny = {} if is_complete else json.loads(file.read_text())
+        file.write_text(json.dumps(_merged(tiny, sizes), indent=1))
+    if (target / "text_encoder_3").is_dir():
+        from transformers import T5TokenizerFast
+
+        # One token per word: prompts are padded to one length anyway.
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]
+        T5TokenizerFast(vocab=pieces, extra_ids=0).save_pretrained(target / "tokenizer_3")
+    if model["like"] == "emu3":
+        _fill_emu3_tokenizer(target / "tokenizer.json")
+
+
+def _copy(tiny: str, target: Path) -> None:
+    """Copy all files of a tiny model except its weights."""
+    source = located(f"{MODELS['tokenizers']}/{tiny}")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+
+
+def _merged(old: Json, new: Json) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        is_nested = key.endswith("_config") and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if is_nested else value
+    return merged
+
+
+def _fill_emu3_tokenizer(file: Path) -> None:
+    """Give the tokenizer as many ids as the released one has: filler tokens that no text contains,
+    then the special tokens, then all visual tokens."""
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    specials = [token for token in tokenizer["added_tokens"] if "visual" not in token["content"]]
+    first_special = MODELS["emu3_text_tokens"] - len(specials)
+    for number in range(len(vocab), first_special):
+        vocab[f"<filler {number}>"] = number
+    names = [token["content"] for token in specials]
+    names += [f"<|visual token {code:06d}|>" for code in range(MODELS["emu3_codes"])]
+    tokenizer["added_tokens"] = [
+        {**specials[0], "id": first_special + place, "content": name}
+        for place, name in enumerate(names)
+    ]
+    file.write_text(json.dumps(tokenizer))

@@ -26,6 +26,7 @@ from rl.model_files import ADAPTER_CONFIG, is_hub_id, read_config
 from rl.policies.policy_base import ADAPTER_KEYS
 from rl.printing import excerpt
 from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
+from rl.record.publish import at
 from rl.record.run_summary import not_a_run
 
 UNUSED: dict[str, Any] = {
@@ -153,8 +154,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         if (stored := read_object(file)) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
         config = loading.stored(stored, str(file), loading.CHANGED_OUTPUT)
-    policy = config.get("policy") if isinstance(config, Mapping) else None
-    if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
+    if not isinstance(at(config, "policy.type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")
     metrics = state["meta"].get("metrics")
     return Trained(
@@ -258,12 +258,12 @@ def config_for_use(
     if only_words and (values.get("renderer") or {}).get("type") in WITHOUT_TEMPLATE:
         values["renderer"] = {"type": "none"}  # its files or key may be missing
     config = _config(values, where)
-    for section in ("policy", "renderer"):
-        name = getattr(config, section).get("type")
-        setting = f"{section}.type={name}"
-        option = f"--policy {name}" if section == "policy" else f"--set {setting}"
-        key, command = f"{where}: {section}.type", f"rl edit {option}"
-        require_trusted(name, setting in settings or trained.trusted, key, command)
+    for key in ("policy.type", "renderer.type", "renderer.pipeline"):
+        section, _, field = key.partition(".")
+        name = getattr(config, section).get(field)
+        option = f"--policy {name}" if section == "policy" else f"--set {key}={name}"
+        is_trusted = f"{key}={name}" in settings or trained.trusted
+        require_trusted(name, is_trusted, f"{where}: {key}", f"rl edit {option}")
     resolved = build.resolve(config)
     require_own(trained, "renderer", resolved.renderer.config, settings)
     # This machine may lack the run's devices.

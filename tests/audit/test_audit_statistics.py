@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import mannwhitneyu
 
 from benchmarks import audit_power
-from rl.tools import judge_audit as statistics
+from rl.tools.commands import audit_judge as statistics
 
 
 def area(right: Sequence[float], wrong: Sequence[float]) -> tuple[float, statistics.Interval]:

@@ -17,10 +17,9 @@ from rl.api.types import Sample
 from rl.check.trials import verdict
 from rl.config.schema import JudgeConfig, load_config
 from rl.judge.client import JudgeError
-from rl.tools import judge_audit
 from rl.tools.audit_cases import CORRECT, Case
-from rl.tools.commands import audit_judge as command
-from rl.tools.judge_audit import Asked, audit_lines
+from rl.tools.commands import audit_judge
+from rl.tools.commands.audit_judge import Asked, audit_lines
 from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import SyntheticConfig
 
@@ -94,7 +93,7 @@ def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
 @pytest.mark.parametrize("num_lost", [1, 6, 16])
 def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
     asked = replies({"no_edit": range(num_lost)}, "unreadable: prose")
-    audit = judge_audit.measured("r", CASES, asked, JudgeConfig())
+    audit = audit_judge.measured("r", CASES, asked, JudgeConfig())
     text = f"no_edit: no usable reply to {num_lost / 16:.0%}"
     told = audit.doubts if num_lost == 1 else audit.failures
     assert any(text in each for each in told) and bool(audit.doubts) == (num_lost == 1)
@@ -109,7 +108,7 @@ def test_a_kind_to_which_the_judge_may_be_blind_is_undecided() -> None:
     """6 ties of 16 are an AUROC of 0.81, whose interval holds 0.7 and 0.85."""
     asked = replies({}, "")
     values = {**asked.values, **{(case, "partial"): (1.0,) for case in range(6)}}
-    audit = judge_audit.measured("r", CASES, Asked(values, asked.failures), JudgeConfig())
+    audit = audit_judge.measured("r", CASES, Asked(values, asked.failures), JudgeConfig())
     assert audit.failures == [] and "partial: AUROC 0.81 (0.6" in audit.doubts[-1]
 
 
@@ -117,12 +116,12 @@ def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
     config, *overrides = quickstart(tmp_path, "http://127.0.0.1:9")
     resolved = build.resolve(load_config(config, overrides))
     lost, limits = {"partial": range(16)}, resolved.config.judge
-    audit = judge_audit.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
+    audit = audit_judge.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
     with pytest.raises(JudgeError, match="16 of 48 results got no usable reply"):
-        judge_audit.save_results(resolved, audits=[audit])
+        audit_judge.save_results(resolved, audits=[audit])
     assert verdict(resolved).passed is None
-    audit = judge_audit.measured("r", CASES, replies(lost, "unreadable: prose"), limits)
-    judge_audit.save_results(resolved, audits=[audit])
+    audit = audit_judge.measured("r", CASES, replies(lost, "unreadable: prose"), limits)
+    audit_judge.save_results(resolved, audits=[audit])
     known = verdict(resolved)
     assert known.passed is False and "partial: no usable reply to 100%" in known.text
 
@@ -131,13 +130,13 @@ def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
 def test_the_command_keeps_its_result_by_the_judges_identity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
+    monkeypatch.setattr(audit_judge, "NUM_REPEATED", 1)
     with DefectiveJudge(MODEL, "sound") as judge:
         arguments = [*quickstart(tmp_path, judge.api_base), "judge.audit_min_auroc=0.5"]
-        assert command.main(["audit", *arguments, "--cases", "1"]) == 3
+        assert audit_judge.main(["audit", *arguments, "--cases", "1"]) == 3
         assert "UNDECIDED: add cases (--cases N): all kinds: AUROC" in capsys.readouterr().out
-        assert command.main(["audit", *arguments, "--cases", "3"]) == 0
-        assert command.main(["attack", *arguments, "--cases", "1"]) == 0
+        assert audit_judge.main(["audit", *arguments, "--cases", "3"]) == 0
+        assert audit_judge.main(["attack", *arguments, "--cases", "1"]) == 0
     printed = capsys.readouterr().out
     assert "PASS" in printed and "requests" in printed
     lines = [line for line in printed.split("\n") if str(tmp_path) not in line]
@@ -179,14 +178,14 @@ def test_the_command_reads_labelled_pairs(
     named = "instruction=q,source=before,better=good,worse=bad"
     with DefectiveJudge(MODEL, "sound") as judge:
         arguments = ["audit", *quickstart(tmp_path / "runs", judge.api_base), "--pairs", str(pairs)]
-        assert command.main([*arguments, "--columns", named]) == 0
+        assert audit_judge.main([*arguments, "--columns", named]) == 0
         assert "worse" in capsys.readouterr().out
         for wrong, parts in (
             ([*arguments, "--columns", "instruction=q"], "--columns: nothing for better, worse"),
             ([*arguments[:-1], "nowhere.csv"], "--pairs: nowhere.csv does not exist"),
             ([*arguments, "--columns", named.replace("bad", "nil")], "nil"),
         ):
-            assert command.main(wrong) == 2
+            assert audit_judge.main(wrong) == 2
             assert parts in capsys.readouterr().err
     # The gate asks for the audit, which labelled pairs do not replace.
     [entry] = json.loads((tmp_path / "runs/judge_audit.json").read_text()).values()
@@ -197,22 +196,22 @@ def test_the_command_names_what_it_cannot_audit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(REPO / "configs/tiny_reasoning.jsonnet")
-    assert command.main(["audit", config, f"base_exp_dir={tmp_path}"]) == 2
+    assert audit_judge.main(["audit", config, f"base_exp_dir={tmp_path}"]) == 2
     assert "there is nothing to audit" in capsys.readouterr().out
     arguments = quickstart(tmp_path, "http://127.0.0.1:9")
-    assert code_of(command.main, "audit", *arguments, "--columns", "source=a") == 2
-    assert command.main(["audit", *arguments]) == 2
+    assert code_of(audit_judge.main, "audit", *arguments, "--columns", "source=a") == 2
+    assert audit_judge.main(["audit", *arguments]) == 2
     assert "no judge at http://127.0.0.1:9" in capsys.readouterr().err
     with DefectiveJudge(MODEL, "echo") as judge:  # nothing is graded
         arguments = [*quickstart(tmp_path, judge.api_base), "--cases", "1", "judge.max_attempts=1"]
-        assert command.main(["audit", *arguments]) == 1
+        assert audit_judge.main(["audit", *arguments]) == 1
         out = capsys.readouterr().out
         assert "ungraded: 30 of" in out and "FAIL correct: no usable reply" in out
-        assert command.main(["attack", *arguments]) == 2
+        assert audit_judge.main(["attack", *arguments]) == 2
         assert "no usable reply" in capsys.readouterr().err
         [entry] = json.loads((tmp_path / "judge_audit.json").read_text()).values()
         assert {*entry} == {"judge", "audits", "date"}
         judge.sound = None  # type: ignore[assignment, method-assign] # a question would fail
         (tmp_path / "judge_audit.json").write_text("[")
-        assert command.main(["audit", *arguments]) == 2
+        assert audit_judge.main(["audit", *arguments]) == 2
         assert "is damaged" in capsys.readouterr().err

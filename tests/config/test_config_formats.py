@@ -22,7 +22,7 @@ from rl.record import checkpoint
 from rl.record.run_record import RunRecord
 from rl.tools.commands import export
 from rl.tools.commands import report as report_command
-from rl.tools.report.reading import read_evaluations
+from rl.tools.reading import read_evaluations
 from rl.tools.trained import load_trained
 
 OVERRIDES = [

@@ -8,7 +8,7 @@ import pytest
 import tiny_config
 
 from rl import build
-from rl.console import Console
+from rl.progress import Console
 from rl.ranks.dist import Dist, Machine
 from rl.run import set_up
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.console import Console
-from rl.progress import PhaseTimer, counted, shown_on, weights_counted
+from rl.progress import Console, PhaseTimer, counted, shown_on, weights_counted
 
 
 @pytest.fixture

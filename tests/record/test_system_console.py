@@ -9,10 +9,8 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from rl import console
-from rl.console import Console, duration
 from rl.files import downscale, png_bytes
-from rl.progress import PhaseTimer
+from rl.progress import SUMMARY, Console, PhaseTimer, duration
 from rl.run.metric_table import METRICS, doc_of, markdown_table
 
 
@@ -168,7 +166,7 @@ def test_a_disabled_console_prints_nothing(stream):
 
 
 def test_every_metric_of_the_summary_line_has_a_row():
-    assert all(map(doc_of, console.SUMMARY))
+    assert all(map(doc_of, SUMMARY))
 
 
 def test_a_metric_name_matches_its_row():

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from rl import printing, progress
-from rl.console import Console, warn
 from rl.files import private
-from rl.progress import PhaseTimer, counted, shown_on
+from rl.progress import Console, PhaseTimer, counted, shown_on, warn
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
@@ -112,7 +111,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_run() -> None:
     script = """
 import sys
 from rl import printing, progress
-from rl.console import Console, warn
+from rl.progress import Console, warn
 printing.guard(keeps_going=True)
 Console(True).say("a line")
 print("another", flush=True)

@@ -8,7 +8,7 @@ import sys
 from unittest import mock
 
 from rl.check.memory_plan import PHASES
-from rl.tools import skeletons
+from rl.tools.commands.rehearse import load_cuda_guard
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
 FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
@@ -17,7 +17,7 @@ DEPTH = 2  # of a case with a planted fault: 1
 
 def main(cases: list[str]) -> None:
     """`cases`: 'config', or 'config, planted fault'."""
-    skeletons.load()
+    load_cuda_guard()
     from rl.config.schema import load_config
     from rl.tools.rehearsal import lines, peaks_gb, rehearse
 

@@ -44,8 +44,8 @@ from rl.tools.commands.follow import (
     row_from,
 )
 from rl.tools.notebook import LoadedRun
-from rl.tools.report.page import Page
-from rl.tools.report.reading import locked
+from rl.tools.page import Page
+from rl.tools.reading import locked
 
 FIRST = "episodes/it_000001.rank0.jsonl"
 

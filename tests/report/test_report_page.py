@@ -15,11 +15,11 @@ from tiny_messages import holds
 from tiny_report import EVIL, data_of, facts_of, metrics, write_lines, write_run
 
 from rl.run.metric_table import METRICS, doc_of
+from rl.tools import page as pages
+from rl.tools import reading
 from rl.tools.commands import report
-from rl.tools.report import page as pages
-from rl.tools.report import reading
-from rl.tools.report.page import MAIN_METRICS, Page, alarms, learnt, times
-from rl.tools.report.reading import CURVES, MAX_POINTS, Evaluation, curve_data
+from rl.tools.page import MAIN_METRICS, Page, alarms, learnt, times
+from rl.tools.reading import CURVES, MAX_POINTS, Evaluation, curve_data
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import tiny_config
 from tiny_report import EVIL, data_of, episode, write_episodes, write_lines, write_run
 
-from rl.tools.report import reading
-from rl.tools.report.page import Page, literal
-from rl.tools.report.reading import picture, picture_of
+from rl.tools import reading
+from rl.tools.page import Page, literal
+from rl.tools.reading import picture, picture_of
 
 
 @pytest.fixture

@@ -21,14 +21,14 @@ from benchmarks.judge_defects import DefectiveJudge
 from rl import build
 from rl.check import check_report, trials
 from rl.check.trials import judge_passed
-from rl.console import Console
 from rl.files import write_atomically
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.http import BackgroundLoop, StoppedError
+from rl.progress import Console
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.publish import model_card
-from rl.tools.report.page import alarms
+from rl.tools.page import alarms
 
 TINY_AUDIT = Path(__file__).resolve().parents[1] / "helpers/tiny_audit.py"
 

@@ -16,9 +16,9 @@ from tiny_messages import holds
 from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.api.plugin import Resources
-from rl.console import Console
 from rl.files import write_atomically
 from rl.pool import pooled_renderer
+from rl.progress import Console
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.stream import Rollout

@@ -10,7 +10,7 @@ from tiny_report import held_out, write_held_out
 
 from rl.files import read_rows
 from rl.tools.commands import report
-from rl.tools.report.reading import read_named
+from rl.tools.reading import read_named
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 

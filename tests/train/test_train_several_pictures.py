@@ -19,7 +19,7 @@ from tiny_report import data_of
 from rl.record.run_record import PICTURE_NAME
 from rl.tools.commands import edit
 from rl.tools.editor import OWN_WORDS, Editor, EditRequest
-from rl.tools.report.page import Page
+from rl.tools.page import Page
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import IO
 
 from rl import build, printing
 from rl.check import check_report, this_machine
@@ -206,16 +205,14 @@ def loop(setup: Setup, name: str, *more: str) -> Iterator[Line]:
     log, fix = Path(setup.folder, "run.log"), "rl train with this config shows all of it"
     what = f"loop of {name}, "
     start_s = time.perf_counter()
-    with log.open("wb") as file:
-        code = _killed_after_a_checkpoint(command, run_dir, file)
+    code = _killed_after_a_checkpoint(command, run_dir, log)
     note = f"ranks: {num_ranks}, checkpoint 1 after {time.perf_counter() - start_s:.0f} s"
     killed = code == -signal.SIGKILL
     yield result(f"{what}started", killed, note if killed else _last_of(log), fix)
     if not killed:
         return
     start_s = time.perf_counter()
-    with log.open("wb") as file:
-        code = _start(command, file).wait()
+    code = _start(command, log).wait()
     rows, _ = read_rows(run_dir / "metrics.jsonl")
     rows = [row for row in rows if "loss/total" in row]
     num_done = len({row["iteration"] for row in rows})
@@ -236,12 +233,13 @@ def words_of(setup: Setup, name: str, *more: str) -> list[str]:
     return setup.words(name, *SMALL, *sizes, *backend, *more)
 
 
-def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """A run that ends if this process does, however it does."""
-    return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent)
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=die_with_parent)
 
 
-def _killed_after_a_checkpoint(command: list[str], run_dir: Path, log: IO[bytes]) -> int:
+def _killed_after_a_checkpoint(command: list[str], run_dir: Path, log: Path) -> int:
     """The exit code of a run that is killed, with all of its ranks."""
     process = _start(command, log)
     while process.poll() is None:
@@ -302,7 +300,6 @@ memory grows, so nothing else may allocate meanwhile."""
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    printing.guard()
     parser = printing.Parser("rl check-gpu", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
     parser.add_overrides()

@@ -50,7 +50,6 @@ draws nothing and loads no renderer. The same command writes the same words. (rl
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
-    printing.guard()
     arguments = sys.argv[1:] if arguments is None else arguments
     is_enhance = arguments[:1] == [ENHANCE_OPTION]
     parser = _parser(is_enhance)
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 written = save(editor, result, free_stem(args.out, result.request))
             except OSError as error:
                 raise ValueError(f"{error}; the edits before this one are written") from error
-            images = [image for image in result.request.images if isinstance(image, Path | str)]
+            images = result.request.images
             heading = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
             heading += [" ".join(map(str, images)) + ":"] if images else []
             print(" ".join([*heading, escaped(result.request.instruction, MAX_WORDS_SHOWN)]))

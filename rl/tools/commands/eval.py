@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from rl import build, printing
-from rl.api import find
 from rl.api.types import Sample
 from rl.build import Resolved
 from rl.check.compatibility import READABLE
@@ -39,10 +38,8 @@ from rl.check.this_machine import fetch_small_files, fetch_weights
 from rl.check.trials import identity
 from rl.config.loading import not_a_file
 from rl.config.schema import ConfigError, DataConfig, RunConfig
-from rl.console import Console
 from rl.judge.http import BackgroundLoop
-from rl.printing import excerpt
-from rl.progress import PhaseTimer, shown_on
+from rl.progress import Console, PhaseTimer, shown_on
 from rl.ranks.dist import Dist
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import first_samples, usable
@@ -50,11 +47,18 @@ from rl.run.checks import contents_of
 from rl.run.evaluation import evaluate
 from rl.run.set_up import load_models, open_judges
 from rl.tools.commands.edit import at_least_one
-from rl.tools.commands.report import compare, lines, write_comparison
-from rl.tools.commands.score import judge_errors_as_sentences
-from rl.tools.report.page import INTERVAL, Page, summary
-from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
-from rl.tools.trained import READ, UNUSED, Trained, config_for_use, load, pick_device, require_own
+from rl.tools.commands.report import tell
+from rl.tools.reading import CONFIG_ENDINGS, read_evaluations
+from rl.tools.trained import (
+    READ,
+    UNUSED,
+    Trained,
+    config_for_use,
+    load,
+    pick_device,
+    require_own,
+    require_trusted,
+)
 
 UNTRAINED = "untrained"
 SAME = {
@@ -67,7 +71,6 @@ SAME = {
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 if a sample was not graded."""
-    printing.guard()
     args = _parser().parse_intermixed_args(arguments)
     first: RunConfig | None = None
     folders: list[Path] = []
@@ -84,15 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--against {source}: this is the same evaluation; name another one")
         first = first or config
     folder, *others = folders
-    rows = read_named(folder / "metrics.jsonl", "iteration")
-    # An evaluation has nothing that it could have drifted from.
-    metrics = [{key: row[key] for key in row if not key.startswith("drift/")} for row in rows]
-    printing.show("\n".join([folder.name, *summary(metrics, read_evaluations(folder))]))
-    print(f"  page: {Page(folder).write()}")
-    if results := [compare(folder, other) for other in others]:
-        texts = [line for result in results for line in lines(folder.name, result)]
-        printing.show("\n".join([*texts, f"  {INTERVAL}"]))
-        print(f"  page: {write_comparison(folder, results)}")
+    print(folder.name)
+    tell(folder, others)
     records = [e.records for each in folders for e in read_evaluations(each)]
     return int(any(row.get("reward") is None for found in records for row in found.values()))
 
@@ -117,10 +113,8 @@ def prepared(
     rows = [*values["data"]["train"], *values["data"]["validation"]]
     graders = [] if first else [*values["rewards"].values(), *rows]
     for section in (values["policy"], values["renderer"], *graders):
-        name = section["type"]
-        if find.is_dotted_path(name) and not trained.trusted:
-            what = f"{trained.name} names {excerpt(name, 200)}, whose code would run here"
-            raise ValueError(f"{what}: --trust if the run is yours")
+        for name in (section["type"], section.get("pipeline")):
+            require_trusted(name, trained.trusted, trained.name, "--trust")
     read = (*READ, "rewards", "final_reward", "judge", "data")
     settings = [each for each in args.set if not first or re.split("[.=]", each)[0] in READ]
     config, _ = config_for_use(trained, settings, args.device, replaced=values, read=read)
@@ -165,12 +159,11 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
     that of a run with one evaluation, so `rl report` reads it, too. A folder that is complete is
     left as it is; in another, replies of the judge are used again.
 
-    Raises ValueError (also ConfigError) for problems that the user can fix.
+    Raises ValueError (also ConfigError) and JudgeError for problems that the user can fix.
     """
     resolved, console = build.resolve(config), Console(True)
     on_bad_row = config.data.on_bad_row
     with ExitStack() as stack:
-        stack.enter_context(judge_errors_as_sentences())
         stack.enter_context(shown_on(console))
         sources = build.build_data(resolved, resolved.validation)
         for source in sources:
@@ -215,7 +208,9 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         metrics = evaluate(rollout, engine, held_out, iteration, folder, dist, timer, writer)
         writer.flush()
         record.write_config()
-        record.write_metrics(iteration, dist.reduce(metrics))
+        # An evaluation has nothing that it could have drifted from.
+        kept = {n: v for n, v in dist.reduce(metrics).items() if not n.startswith("drift/")}
+        record.write_metrics(iteration, kept)
     return folder
 
 

@@ -43,7 +43,6 @@ WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors"
 
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
-    printing.guard()
     parser = printing.Parser("rl export", __doc__)
     add = parser.add_argument
     add("source", type=Path, help="run folder, or one of its checkpoints")

@@ -36,7 +36,6 @@ from rl import printing
 from rl.config import loading
 from rl.config.loading import read_bytes
 from rl.config.schema import TrackingConfig
-from rl.console import warn
 from rl.files import (
     downscale,
     hold,
@@ -47,10 +46,11 @@ from rl.files import (
     write_atomically,
 )
 from rl.printing import code, scrub, text
+from rl.progress import warn
 from rl.run.follower import ENDED, LIMIT_S, LOCK, SAID, Lines
 from rl.tools.notebook import LoadedRun, Row
-from rl.tools.report.page import MAIN_METRICS, Page
-from rl.tools.report.reading import BusyError, find_run, locked, named_rows
+from rl.tools.page import MAIN_METRICS, Page
+from rl.tools.reading import BusyError, find_run, locked, named_rows
 
 MAIN = "0_main/"
 """Before the names of the most important metrics: trackers sort sections by name."""
@@ -410,7 +410,6 @@ def follow(
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if a view is not complete."""
-    printing.guard()
     parser = printing.Parser("rl follow", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("run", help="run folder, or config")
     parser.add_overrides("as given to the run")

@@ -121,7 +121,6 @@ TEXT = """\
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if nothing was written, or what was written has mistakes."""
-    printing.guard()
     parser = printing.Parser("rl init", __doc__)
     parser.add_argument("file", nargs="?", help="the config to write; default: <name>.jsonnet")
     add = parser.add_argument

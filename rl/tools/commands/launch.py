@@ -21,7 +21,6 @@ from rl.printing import load_template
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if an option is invalid, or the config cannot run on these nodes."""
-    printing.guard()
     parser = printing.Parser("rl launch", f"{__doc__}{printing.KEY_VALUE}")
     add = parser.add_argument
     add("--slurm", action="store_true", required=True, help="print a batch file for sbatch")

@@ -269,7 +269,6 @@ def entry_of(name: str) -> Entry:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is no such plugin."""
-    printing.guard()
     parser = printing.Parser("rl plugins", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="what to explain; without: a list")
     parser.add_argument("--markdown", action="store_true", help="print the page docs/reference.md")

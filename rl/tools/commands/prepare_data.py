@@ -39,7 +39,6 @@ _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 if all edits are encoded and listed, 1 with a message if not; then the same
     command continues."""
-    printing.guard()
     tokenize(parse(arguments))
     return 0
 

@@ -17,20 +17,24 @@ where tensors do not go together.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import shutil
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl import printing
 from rl.config.schema import ConfigError, load_config
 from rl.tools.commands.edit import at_least_one
-from rl.tools.skeletons import CannotRehearseError, load
 
 
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
-    printing.guard()
     parser = printing.Parser("rl rehearse", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
-        load()
+        load_cuda_guard()
         # These import torch, after the guard.
         from rl.tools import rehearsal
 
@@ -54,6 +58,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(*rehearsal.lines(done), sep="\n")
     return 0
+
+
+class CannotRehearseError(Exception):
+    """What this machine lacks for a rehearsal, and the fix."""
+
+
+def load_cuda_guard() -> None:
+    """Compile and load `cuda_guard.cpp`, a CUDA device that computes nothing. Call it before the
+    first `import torch`: autograd looks the hooks up once.
+
+    Raises CannotRehearseError without a C++ compiler, and on a CUDA build of PyTorch, which has a
+    device guard of its own.
+    """
+    assert "torch" not in sys.modules, "torch was imported before the fake GPU was loaded"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "PyTorch is not installed"
+    root = Path(spec.origin).parent
+    if (root / "lib" / "libtorch_cuda.so").exists():
+        raise CannotRehearseError(
+            "a rehearsal needs the CPU build of PyTorch, and this is the CUDA build: install "
+            "requirements-cpu.lock in a clone of its own (REQUIREMENTS=requirements-cpu.lock)"
+        )
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise CannotRehearseError(
+            "a rehearsal compiles 35 lines of C++, and there is no g++: apt install g++"
+        )
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        library = Path(folder, "cuda_guard.so")
+        includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+        source = str(Path(__file__).with_name("cuda_guard.cpp"))
+        command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", *includes, source]
+        command += ["-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+        built = subprocess.run(command, capture_output=True, text=True)
+        if built.returncode:
+            raise CannotRehearseError(f"{compiler} could not compile {source}:\n{built.stderr}")
+        for file in (root / "lib/libc10.so", root / "lib/libtorch_cpu.so", library):
+            ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from rl import printing
 from rl.config.loading import escaped
 from rl.files import write_atomically
 from rl.printing import without_lone_surrogates
-from rl.run.metric_table import doc_of
-from rl.tools.report.page import (
+from rl.tools.page import (
     INTERVAL,
     NAMING,
     PAGE_FOLDER,
@@ -36,9 +35,10 @@ from rl.tools.report.page import (
     flat,
     literal,
     summary,
+    table,
     template,
 )
-from rl.tools.report.reading import (
+from rl.tools.reading import (
     CURVES,
     Evaluation,
     Record,
@@ -46,7 +46,6 @@ from rl.tools.report.reading import (
     find_run,
     is_control,
     named_rows,
-    number,
     own_folder,
     parts_of,
     picture,
@@ -88,8 +87,6 @@ class Comparison:
     """Held-out reward of all shared samples, then by category: (other run, A)."""
     parts: list[Change] = field(default_factory=list)
     """The same of each reward part."""
-    samples: list[tuple[float, Record, Record]] = field(default_factory=list)
-    """(gain, other run's record, A's record) of each sample, the largest gain first."""
     folders: tuple[Path, ...] = ()
     """Of the evaluations: the other run's and A's."""
     settings: list[dict[str, Any]] = field(default_factory=list)
@@ -145,11 +142,6 @@ def compare(run: Path, other: Path) -> Comparison:
         result.notes.append(text)
         return result
     result.changes = changes_of(theirs.records, ours.records)
-    for old, new in ((theirs.records[name], ours.records[name]) for name in shared):
-        before, after = number(old.get("reward")), number(new.get("reward"))
-        if before is not None and after is not None:
-            result.samples.append((after - before, old, new))
-    result.samples.sort(key=lambda sample: -sample[0])
     return result
 
 
@@ -212,13 +204,11 @@ def lines(name: str, result: Comparison) -> list[str]:
     title = f"{name} against {result.name}"
     if result.reasons:
         return [f"{title}: NOT COMPARABLE", *(f"  {text}" for text in result.reasons)]
-    rows = [*result.changes, *result.parts]
-    width = max((len(change.name) for change in rows), default=0)
     keys = ", ".join(escaped(str(row["key"]), 60) for row in result.settings)
     return [
         f"{title} (held-out; {result.name} -> {name})",
         *(f"  {note}" for note in result.notes),
-        *(change.sentence(width) for change in rows),
+        *table([*result.changes, *result.parts], Change.difference),
         f"  settings that differ: {keys or 'none'}",
     ]
 
@@ -251,8 +241,6 @@ def _overlaid(runs: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
             merged = row_of.setdefault(row["iteration"], {"iteration": row["iteration"]})
             merged |= {f"{i}:{metric}": value for metric, value in row.items()}
     data = curve_data([row_of[iteration] for iteration in sorted(row_of)], None)
-    documented = ((name, doc_of(name.partition(":")[2])) for name in data["of"])
-    data["docs"] = {name: [doc.unit, doc.meaning] for name, doc in documented if doc}
     curves = []
     for curve in CURVES:
         metric = curve["lines"][0][0]
@@ -277,8 +265,9 @@ def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
         return row.get("reward"), words_of(row), url(place, row.get("image_file"))
 
     theirs, ours = result.folders or (folder, folder)
-    gains = [sample for sample in result.samples if sample[0] > 0][:NUM_SAMPLES]
-    losses = [sample for sample in result.samples[::-1] if sample[0] < 0][:NUM_SAMPLES]
+    ranked = result.changes[0].ranked if result.changes else []
+    gains = [sample for sample in ranked if sample[0] > 0][:NUM_SAMPLES]
+    losses = [sample for sample in ranked[::-1] if sample[0] < 0][:NUM_SAMPLES]
     return {
         heading: [
             (
@@ -287,7 +276,7 @@ def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
                 url(ours, new.get("source_file")),
                 (drawn(theirs, old), drawn(ours, new)),
             )
-            for gain, old, new in samples
+            for gain, (old, new) in samples
         ]
         for heading, samples in (("Largest gains", gains), ("Largest losses", losses))
     }
@@ -299,14 +288,18 @@ def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is nothing to report."""
-    printing.guard()
     parser = printing.Parser("rl report", f"{__doc__}{printing.KEY_VALUE}")
     parser.add_argument("run", help="run folder, or config")
     parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
     args = parser.parse_intermixed_args(argv)
-    run_dir = find_run(args.run, args.overrides)
-    results = [compare(run_dir, find_run(other)) for other in args.against]
+    tell(find_run(args.run, args.overrides), [find_run(other) for other in args.against])
+    return 0
+
+
+def tell(run_dir: Path, others: Sequence[Path]) -> None:
+    """Print and write what a run learnt, and how it compares with the others."""
+    results = [compare(run_dir, other) for other in others]
     metrics = read_named(run_dir / "metrics.jsonl", "iteration")
     control = is_control(read_config(run_dir))
     _show(summary(metrics, read_evaluations(run_dir), control))
@@ -317,7 +310,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if results:
         _show([f"  {INTERVAL}", *by_chance(run_dir, results)])
         print(f"  page: {write_comparison(run_dir, results)}")
-    return 0
 
 
 def _show(texts: Sequence[str]) -> None:

@@ -43,7 +43,6 @@ _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if nothing could be read."""
-    printing.guard()
     parser = printing.Parser("rl runs", __doc__)
     default = os.environ.get(RUNS_VARIABLE) or "runs"
     parser.add_argument("folder", nargs="?", default=default, help="folder of runs, or of one run")

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
@@ -31,12 +31,10 @@ from rl.api.data import MAX_IMAGE_SIDE_PX
 from rl.api.types import RewardInput, RewardOutput
 from rl.build import Resolved
 from rl.config.loading import escaped
-from rl.console import Console
 from rl.data.rows import load_image
 from rl.files import append_line, json_line, read_object
-from rl.judge.client import JudgeError
 from rl.judge.http import BackgroundLoop
-from rl.progress import counted, shown_on
+from rl.progress import Console, counted, shown_on
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import scores, values_of
 from rl.run.checks import contents_of
@@ -50,7 +48,6 @@ MAX_SHOWN_CHARS = 2000
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 if a picture got no final reward."""
-    printing.guard()
     args = _parser().parse_intermixed_args(arguments)
     overrides = [word for word in args.picture if re.match(r"[\w.]+=", word)]
     pictures = [Path(word) for word in args.picture if word not in overrides]
@@ -162,13 +159,12 @@ def grades_of(
     resolved: Resolved, inputs: Sequence[RewardInput], device: str
 ) -> Iterator[dict[str, RewardOutput]]:
     """Yield the outputs of all rewards, by name, for each input. Pictures of the same edit are
-    compared with each other by rewards that compare. Raises ValueError (also ConfigError)."""
+    compared with each other by rewards that compare. Raises JudgeError, ValueError."""
     dist, console = Dist(device=pick_device(device)), Console(True)
     edits: dict[object, list[int]] = {}
     for number, each in enumerate(inputs):
         edits.setdefault((each.sample.instruction, contents_of(each.sample)), []).append(number)
     with ExitStack() as stack:
-        stack.enter_context(judge_errors_as_sentences())
         stack.enter_context(shown_on(console))
         loop = stack.enter_context(BackgroundLoop("judge"))
         judges, _ = open_judges(resolved, dist, loop, stack, console, inputs[0].sample)
@@ -184,15 +180,6 @@ def grades_of(
             for of_name in calls:
                 yield {name: call.result()[index] for name, (call, index) in of_name.items()}
                 progress.step()
-
-
-@contextmanager
-def judge_errors_as_sentences() -> Iterator[None]:
-    """Raise a judge's error as a ValueError, which a command prints without a traceback."""
-    try:
-        yield
-    except JudgeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _lines(row: Mapping[str, Any]) -> Iterator[str]:

@@ -184,7 +184,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
         page.signed(gain, 2), after.cat ? isolated(after.cat) : null));
   };
 
-  // A row of `find_*.js` (`finding_row` in `rl/tools/report/reading.py`) with its statistics.
+  // A row of `find_*.js` (`finding_row` in `rl/tools/reading.py`) with its statistics.
   const group = (it, names, row, g) => {
     const num = row.rewards.length;
     const mean = num ? row.rewards.reduce((sum, reward) => sum + reward, 0) / num : null;

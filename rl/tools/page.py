@@ -21,7 +21,7 @@ from rl.printing import load_template, without_lone_surrogates
 from rl.record.checkpoint import iteration_of, steps_of
 from rl.run.alarms import EXPLOITS, HELD_OUT, Watch
 from rl.run.paired import NUM_RESAMPLES, interval
-from rl.tools.report.reading import (
+from rl.tools.reading import (
     CURVES,
     Evaluation,
     Pieces,
@@ -73,6 +73,7 @@ class Change:
 
     name: str
     rewards: list[tuple[float, float]]
+    records: list[tuple[Record, Record]]
     shown: list[list[str]]
     """Hashes of each sample's pictures."""
 
@@ -92,6 +93,12 @@ class Change:
     def gains(self) -> list[float]:
         return [new - old for old, new in self.rewards]
 
+    @property
+    def ranked(self) -> list[tuple[float, tuple[Record, Record]]]:
+        """The gain and the records of each sample, the largest gain first."""
+        samples = zip(self.gains, self.records, strict=True)
+        return sorted(samples, key=lambda sample: sample[0], reverse=True)
+
     @cached_property
     def interval(self) -> tuple[float, float] | None:
         """Described in `INTERVAL`; None if the samples determine no interval."""
@@ -109,13 +116,23 @@ class Change:
         bounds = interval([new for _, new in self.rewards], self.shown)
         return f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "no interval"
 
-    def sentence(self, width: int) -> str:
-        """One line: means, their difference with its interval, number of samples."""
+    def score(self) -> str:
+        """The mean afterwards with its interval."""
+        return f"{self.after:.3f}   (95 %: {self.interval_after})"
+
+    def difference(self) -> str:
+        """Means, their difference with its interval, number of samples."""
         interval = f"95 % {self.interval_text}" if self.interval else self.interval_text
         return (
-            f"  {self.name:{width}}  {self.before:.3f} -> {self.after:.3f}   "
+            f"{self.before:.3f} -> {self.after:.3f}   "
             f"({self.gain:+.3f}, {interval}, {len(self.gains)} samples)"
         )
+
+
+def table(changes: Sequence[Change], text_of: Callable[[Change], str]) -> list[str]:
+    """A line for each, with its name."""
+    width = max((len(change.name) for change in changes), default=0)
+    return [f"  {change.name:{width}}  {text_of(change)}" for change in changes]
 
 
 @dataclass(frozen=True)
@@ -158,8 +175,9 @@ def changes_of(
             if first is None or last is None:
                 continue
             title = printable(name) or "held-out reward"
-            change = change_of.setdefault(name, Change(title, [], []))
+            change = change_of.setdefault(name, Change(title, [], [], []))
             change.rewards.append((first, last))
+            change.records.append((old, new))
             change.shown.append(shown_of(old) or [sample_id])
     return [change_of[name] for name in sorted(change_of)]
 
@@ -182,18 +200,14 @@ def summary(
     elif result is None:
         [evaluation] = evaluations
         changes = scores(evaluation)
-        width = max((len(change.name) for change in changes), default=0)
         num_graded = len(changes[0].rewards) if changes else 0
         counts = f"{len(evaluation.records)} samples, {num_graded} graded"
-        lines = [f"Held-out scores ({counts})"]
-        for each in changes:
-            lines.append(f"  {each.name:{width}}  {each.after:.3f}   (95 %: {each.interval_after})")
+        lines = [f"Held-out scores ({counts})", *table(changes, Change.score)]
     else:
-        width = max((len(change.name) for change in result.changes), default=0)
         since = f"after {result.before}" if result.before else "before training"
         span = f"(0 to 1; {since} -> after {result.after} iterations)"
         title = "What changed in a control run" if control else "What was learnt"
-        lines = [f"{title} {span}", *(change.sentence(width) for change in result.changes)]
+        lines = [f"{title} {span}", *table(result.changes, Change.difference)]
         if result.num_left_out:
             lines.append(f"  left out: {result.num_left_out} not graded both times")
         lines.append(f"  {CONTROL if control else INTERVAL}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, zip_longest
@@ -18,11 +16,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from rl.config.loading import find_config, located
 from rl.config.schema import load_config
 from rl.files import private_folder, read_object, read_rows
 from rl.printing import without_lone_surrogates
 from rl.record.checkpoint import format_problem
+from rl.record.publish import at
 from rl.record.run_summary import not_a_run
 from rl.run.metric_table import doc_of
 
@@ -140,13 +141,11 @@ def picture(folder: Path, file: object, may_be_link: bool = False) -> str | None
     `folder` itself may be one); else None."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
-    names = file.split("/")
-    steps = [folder.joinpath(*names[:count]) for count in range(1, len(names) + 1)]
-    if not may_be_link:
-        steps.append(folder)
-    if any(step.is_symlink() for step in steps):
+    if folder.is_symlink() and not may_be_link:
         return None
-    return file if (folder / file).is_file() else None
+    path = folder / file
+    is_in_place = os.path.realpath(path) == os.path.join(os.path.realpath(folder), file)
+    return file if is_in_place and path.is_file() else None
 
 
 def picture_of(run_dir: Path, place: object) -> str | None:
@@ -179,8 +178,7 @@ def _at_most(values: object) -> list[Any]:
 
 def is_control(config: Mapping[str, Any]) -> bool:
     """Whether a run's config shuffles its rewards."""
-    algorithm = config.get("algorithm")
-    return isinstance(algorithm, Mapping) and bool(algorithm.get("shuffle_rewards"))
+    return bool(at(config, "algorithm.shuffle_rewards"))
 
 
 def parts_of(record: Record) -> Mapping[str, Any]:
@@ -229,6 +227,7 @@ def points(metrics: Sequence[Record], name: str) -> Points:
 def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str, Any]:
     """All metrics of a run as columns, for the page's charts (`page/charts.js`), in at most
     `MAX_POINTS` rows; a longer run's are averaged over equal spans, except the first and the last.
+    Before a name, `<text>:` may say whose metric it is.
     `num_pictures`: pictures per iteration, if known.
 
     `it`: iterations; `hours`: summed time of the iterations; `pictures`: pictures drawn, None if
@@ -243,7 +242,7 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
     seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
     names = sorted({name for row in metrics for name in row} - {"iteration"})
     columns = {name: [mean(each, name) for each in spans] for name in names}
-    documented = ((name, doc_of(name)) for name in names)
+    documented = ((name, doc_of(name.rpartition(":")[2])) for name in names)
     return {
         "it": iterations,
         "hours": [six_digits(total / 3600) for total in accumulate(seconds)],
@@ -268,8 +267,6 @@ def six_digits(value: float) -> float:
 
 # ---- folder --------------------------------------------------------------------------------------
 
-_POLL_S = 0.1
-
 
 class BusyError(ValueError):
     """Another process writes the same page, or follows the same run."""
@@ -286,26 +283,22 @@ def own_folder(folder: Path) -> Path:
 
 @contextmanager
 def locked(file: Path, wait_s: float) -> Iterator[None]:
-    """Lock the file. Raises BusyError if another process holds it for more than `wait_s`."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(file, flags, 0o600)
-    until_s = time.monotonic() + wait_s
-    try:
-        with suppress(OSError):  # a file system without locks
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until_s:
-                        raise BusyError(
-                            f"{file.parent}: another process writes this page or follows this run; "
-                            "wait for it, or end it"
-                        ) from None
-                    time.sleep(_POLL_S)
+    """Lock the file. Raises BusyError if another process holds it for more than `wait_s`, OSError
+    if it is a link."""
+    lock = FileLock(file, wait_s, mode=0o600, fallback_to_soft=False)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Timeout:
+            raise BusyError(
+                f"{file.parent}: another process writes this page or follows this run; wait for "
+                "it, or end it"
+            ) from None
+        except OSError:
+            if file.is_symlink():
+                raise
+            # Else it is a file system without locks.
         yield
-    finally:
-        os.close(descriptor)
 
 
 # ---- episode rows --------------------------------------------------------------------------------
@@ -340,8 +333,7 @@ class Pieces(dict[int, str]):
 
 
 def _tokenizer(config: Mapping[str, Any]) -> Any:
-    policy = config.get("policy")
-    path = policy.get("model_path") if isinstance(policy, Mapping) else None
+    path = at(config, "policy.model_path")
     if not isinstance(path, str):
         return None
     try:

@@ -1,7 +1,7 @@
 // Helpers of all views: elements with text (never markup), data pages, pictures, numbers.
 page.loaded = new Map();
 
-// Called by each data page. (`page.facts` is in the page itself, from `rl/tools/report/page.py`.)
+// Called by each data page. (`page.facts` is in the page itself, from `rl/tools/page.py`.)
 page.data = (name, value) => page.loaded.set(name, value);
 
 // Loads a data page with a classic script: a page opened from disk can neither fetch nor import.

@@ -1,5 +1,5 @@
 // The overview's charts: curves and histograms with the values under the pointer, and a search in
-// all metrics. Their data is the page `metrics`, from `curve_data` in `rl/tools/report/reading.py`.
+// all metrics. Their data is the page `metrics`, from `curve_data` in `rl/tools/reading.py`.
 {
   const {el, svg, isolated} = page;
   const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [440, 150, 44, 8, 8, 20];
