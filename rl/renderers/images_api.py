@@ -24,7 +24,7 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderFailure, RenderJob
 from rl.config.schema import MAX_COUNT, MAX_S, MAX_SIDE_PX, JudgeConfig, RunConfig
-from rl.files import open_picture, over_white, png_bytes
+from rl.files import digest, open_picture, over_white, png_bytes
 from rl.judge.client import Asking, JudgeClient, JudgeError
 from rl.judge.http import (
     POLL_S,
@@ -239,7 +239,7 @@ class ImagesApi(Renderer[Config]):
         """Yield `(number of the job, picture or failure)` as pictures come. A job is taken whenever
         fewer than `max_concurrency` are under way. Raises JudgeError."""
         numbered = enumerate(jobs)
-        own: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
+        own: dict[tuple[object, ...], asyncio.Task[Outcome]] = {}
         waiting: dict[Future[Outcome], int] = {}
         while True:
             has_room = len(waiting) < self.config.max_concurrency
@@ -258,17 +258,18 @@ class ImagesApi(Renderer[Config]):
                 yield waiting.pop(future), future.result()
 
     async def _outcome(
-        self, job: RenderJob, own: dict[tuple[str, int], asyncio.Task[Outcome]]
+        self, job: RenderJob, own: dict[tuple[object, ...], asyncio.Task[Outcome]]
     ) -> Outcome:
         """The picture of a job. If its words are refused and the user's are not, that is the
         policy's failure. `own`: pictures of the user's words, each asked for once."""
         sample, seed, words = job.sample, job.noise_seed, str(job.payload)
 
         def draw_own() -> asyncio.Task[Outcome]:
-            if (sample.id, seed) not in own:
+            key = (sample.instruction, seed, *map(digest, sample.sources))
+            if key not in own:
                 drawing = self._client.draw(sample.instruction, sample.sources, seed)
-                own[sample.id, seed] = asyncio.create_task(drawing)
-            return own[sample.id, seed]
+                own[key] = asyncio.create_task(drawing)
+            return own[key]
 
         is_own = words == sample.instruction
         outcome = await (draw_own() if is_own else self._client.draw(words, sample.sources, seed))
