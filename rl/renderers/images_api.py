@@ -34,7 +34,6 @@ from rl.judge.http import (
     auth_header,
     multipart,
     resolve_api_bases,
-    setup_remedy,
 )
 from rl.judge.reply import Chat, UnreadableReplyError, parsed, tokens_of
 from rl.ranks import heartbeat, signals
@@ -131,12 +130,6 @@ class ImagesClient(JudgeClient):
         super().__init__(JudgeConfig(**{name: getattr(config, name) for name in shared}), bases)
         self._own = config
         self.num_pictures = 0
-
-    def remedy(self, status: int, location: str | None) -> str:
-        return setup_remedy(status, location, self.config, SECTION) or (
-            f"Remedy: the server accepts no such request: check {SECTION}.model, "
-            f"{SECTION}.height_px, {SECTION}.width_px and {SECTION}.extra."
-        )
 
     async def draw(self, prompt: str, sources: Sequence[Image.Image], seed: int) -> Outcome:
         """The picture, RGB. Raises JudgeRefused."""
@@ -242,8 +235,8 @@ class ImagesApi(Renderer[Config]):
         own: dict[tuple[object, ...], asyncio.Task[Outcome]] = {}
         waiting: dict[Future[Outcome], int] = {}
         while True:
-            has_room = len(waiting) < self.config.max_concurrency
-            taken = next(numbered, None) if has_room else None
+            is_full = len(waiting) >= self.config.max_concurrency
+            taken = None if is_full else next(numbered, None)
             if taken is not None:
                 number, job = taken
                 self._try_out([source.size for source in job.sample.sources])
@@ -340,7 +333,6 @@ class ImagesApi(Renderer[Config]):
 
 
 def _levels(one: Image.Image, other: Image.Image) -> float:
-    """Mean difference of two RGB pictures, levels of 0..255; infinity if their sizes differ."""
-    if one.size != other.size:
-        return math.inf
-    return sum(ImageStat.Stat(ImageChops.difference(one, other)).mean) / 3
+    """Mean difference of two RGB pictures, levels of 0..255."""
+    difference = ImageChops.difference(one, other.resize(one.size))
+    return sum(ImageStat.Stat(difference).mean) / 3
