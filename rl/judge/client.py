@@ -267,7 +267,7 @@ class Address:
             self.take_down(f"refuses (HTTP {status} {body})")
             raise trouble
         location = response.location and excerpt(response.location, SHOWN_CHARS)
-        remedy = self._judge.remedy(status, location)
+        remedy = remedy_for(status, location, self._judge.config, self._judge.section)
         if request and request.labels and "logprob" in body.lower():
             remedy = LOGPROBS_REMEDY
         raise JudgeRefused(
@@ -514,10 +514,6 @@ class JudgeClient:
                         "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
                     )
             await asyncio.sleep(min(1.0, wait_s - waited_s))
-
-    def remedy(self, status: int, location: str | None) -> str:
-        """What the user can do about a refusal. `location`: target of a redirect."""
-        return remedy_for(status, location, self.config)
 
     async def ask(
         self, question: Question, parse: Callable[[Any], T], repeat: int = 0

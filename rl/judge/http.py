@@ -172,11 +172,10 @@ LOGPROBS_REMEDY = (
 )
 
 
-def setup_remedy(
+def remedy_for(
     status: int, location: str | None, config: JudgeConfig, section: str = "judge"
-) -> str | None:
-    """What the user can do about an HTTP refusal; None: the request is not acceptable. `location`:
-    target of a redirect."""
+) -> str:
+    """What the user can do about an HTTP refusal. `location`: target of a redirect."""
     if location is not None:
         return f"Remedy: set {section}.api_base to where it points ({location})."
     setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
@@ -193,19 +192,17 @@ def setup_remedy(
         429: f"Remedy: fewer requests at once ({section}.max_concurrency={config.max_concurrency}, "
         "on each rank), or a higher quota; wait, or pay, if the quota is used up.",
     }
-    return by_status.get(status)
-
-
-def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
-    """What the user can do about a judge's refusal. `location`: target of a redirect."""
-    return setup_remedy(status, location, config) or (
-        "Remedy: this endpoint does not accept the request. It needs a vision-language model "
-        f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
-        "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
+    otherwise = {
+        "judge": "Remedy: this endpoint does not accept the request. It needs a vision-language "
+        f"model (judge.model={config.model!r}) that accepts the source pictures and the result "
+        "together (vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
         "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
         f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
-        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
-    )
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'.",
+        "renderer": "Remedy: the images API accepts no such request: check renderer.model, "
+        "renderer.width_px, renderer.height_px and renderer.extra.",
+    }
+    return by_status.get(status, otherwise[section])
 
 
 # ---- http ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rl.api.plugin import PluginConfig, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderFailure, RenderJob
 from rl.config.schema import MAX_COUNT, MAX_S, MAX_SIDE_PX, JudgeConfig, RunConfig
-from rl.files import open_picture, over_white, png_bytes
+from rl.files import digest, open_picture, over_white, png_bytes
 from rl.judge.client import Asking, JudgeClient, JudgeError
 from rl.judge.http import (
     POLL_S,
@@ -34,7 +34,6 @@ from rl.judge.http import (
     auth_header,
     multipart,
     resolve_api_bases,
-    setup_remedy,
 )
 from rl.judge.reply import Chat, UnreadableReplyError, parsed, tokens_of
 from rl.ranks import heartbeat, signals
@@ -131,12 +130,6 @@ class ImagesClient(JudgeClient):
         super().__init__(JudgeConfig(**{name: getattr(config, name) for name in shared}), bases)
         self._own = config
         self.num_pictures = 0
-
-    def remedy(self, status: int, location: str | None) -> str:
-        return setup_remedy(status, location, self.config, SECTION) or (
-            f"Remedy: the server accepts no such request: check {SECTION}.model, "
-            f"{SECTION}.height_px, {SECTION}.width_px and {SECTION}.extra."
-        )
 
     async def draw(self, prompt: str, sources: Sequence[Image.Image], seed: int) -> Outcome:
         """The picture, RGB. Raises JudgeRefused."""
@@ -239,11 +232,11 @@ class ImagesApi(Renderer[Config]):
         """Yield `(number of the job, picture or failure)` as pictures come. A job is taken whenever
         fewer than `max_concurrency` are under way. Raises JudgeError."""
         numbered = enumerate(jobs)
-        own: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
+        own: dict[tuple[object, ...], asyncio.Task[Outcome]] = {}
         waiting: dict[Future[Outcome], int] = {}
         while True:
-            has_room = len(waiting) < self.config.max_concurrency
-            taken = next(numbered, None) if has_room else None
+            is_full = len(waiting) >= self.config.max_concurrency
+            taken = None if is_full else next(numbered, None)
             if taken is not None:
                 number, job = taken
                 self._try_out([source.size for source in job.sample.sources])
@@ -258,17 +251,18 @@ class ImagesApi(Renderer[Config]):
                 yield waiting.pop(future), future.result()
 
     async def _outcome(
-        self, job: RenderJob, own: dict[tuple[str, int], asyncio.Task[Outcome]]
+        self, job: RenderJob, own: dict[tuple[object, ...], asyncio.Task[Outcome]]
     ) -> Outcome:
         """The picture of a job. If its words are refused and the user's are not, that is the
         policy's failure. `own`: pictures of the user's words, each asked for once."""
         sample, seed, words = job.sample, job.noise_seed, str(job.payload)
 
         def draw_own() -> asyncio.Task[Outcome]:
-            if (sample.id, seed) not in own:
+            key = (sample.instruction, seed, *map(digest, sample.sources))
+            if key not in own:
                 drawing = self._client.draw(sample.instruction, sample.sources, seed)
-                own[sample.id, seed] = asyncio.create_task(drawing)
-            return own[sample.id, seed]
+                own[key] = asyncio.create_task(drawing)
+            return own[key]
 
         is_own = words == sample.instruction
         outcome = await (draw_own() if is_own else self._client.draw(words, sample.sources, seed))
@@ -339,7 +333,6 @@ class ImagesApi(Renderer[Config]):
 
 
 def _levels(one: Image.Image, other: Image.Image) -> float:
-    """Mean difference of two RGB pictures, levels of 0..255; infinity if their sizes differ."""
-    if one.size != other.size:
-        return math.inf
-    return sum(ImageStat.Stat(ImageChops.difference(one, other)).mean) / 3
+    """Mean difference of two RGB pictures, levels of 0..255."""
+    difference = ImageChops.difference(one, other.resize(one.size))
+    return sum(ImageStat.Stat(difference).mean) / 3

@@ -216,7 +216,7 @@ def test_a_reply_that_was_cut_or_filtered_is_no_grade(reason: str, tmp_path: Pat
     assert lost.value is None and reason in (lost.failure or "")
 
 
-@pytest.mark.parametrize("status", [400, 409, 413, 418, 451, 499])
+@pytest.mark.parametrize("status", [400, 403, 409, 413, 418, 451, 499])
 def test_an_odd_status_costs_one_question_once_others_were_answered(status: int) -> None:
     """A moderated or overlong question must not end a run that works."""
     fault = Fault(status, body="content policy")
