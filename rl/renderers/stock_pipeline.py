@@ -20,6 +20,11 @@ from rl.renderers.stock_pipeline_config import PATCH_PX, Config, batch_of
 
 KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
 """Shape of the transformer of FLUX.2-klein-4B, by which the others are estimated."""
+OWN_ARGUMENTS = (
+    *("prompt", "generator", "latents", "height", "width", "num_inference_steps"),
+    *("num_images_per_prompt", "output_type", "return_dict"),
+)
+"""Keywords of a call that the config must not set."""
 LARGEST_PX = 1024 * 1024
 """Pictures without a stated size are planned with this area; sources are, too."""
 
@@ -72,8 +77,7 @@ class StockPipeline(DiffusionRenderer[Config]):
             problems.append("height_px: give height_px and width_px, or neither")
         if config.height_px and not call.sized:
             problems.append(f"height_px: {config.pipeline} takes no size; drop both sides")
-        own = {"prompt", "generator", "output_type", "height", "width", "num_inference_steps"}
-        if taken := {*config.arguments, *call.arguments} & {*own, call.image, call.area}:
+        if taken := {*config.arguments, *call.arguments} & {*OWN_ARGUMENTS, call.image, call.area}:
             names = ", ".join(sorted(map(str, taken)))
             problems.append(f"arguments: {names}: set by the run itself; drop them")
         return problems

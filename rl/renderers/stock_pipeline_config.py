@@ -23,7 +23,8 @@ class Record(Section):
     image: str | None = "image"
     """Keyword of the source pictures; null = it takes none, and draws from the words alone."""
     max_images: Annotated[int, Field(ge=1, le=16)] = 1
-    """Limit of source pictures per sample. Above 1, a call gets them as a list."""
+    """Limit of source pictures per sample, for which memory is planned. Above 1, a call gets them
+    as a list; most editors read several that way, SD3 and Kontext do not."""
     together: Literal["one", "group", "all"] = "one"
     """What a call draws: one picture; several of one sample, as a list of prompts with one set of
     source pictures; or any, as a list of prompts with as many source pictures of one size."""
@@ -52,15 +53,22 @@ class Record(Section):
         return prompt
 
 
+GENERATORS = (
+    "Flux2Pipeline",
+    "QwenImagePipeline",
+    "SanaPipeline",
+    "StableDiffusion3Pipeline",
+    "ZImagePipeline",
+)
 RECORDS: Mapping[str, Record] = {
+    **dict.fromkeys(GENERATORS, Record(image=None, together="all")),
     "BriaFiboEditPipeline": Record(
-        max_images=4,
         together="group",
         prompt='{"edit_instruction": {json}}',
         max_tokens=3000,
         arguments={"_auto_resize": False},
     ),
-    "Flux2KleinPipeline": Record(max_images=4, together="group", max_tokens=512, added_tokens=12),
+    "Flux2KleinPipeline": Record(together="group", max_tokens=512, added_tokens=12),
     "FluxKontextPipeline": Record(
         together="all",
         area="max_area",
@@ -69,15 +77,19 @@ RECORDS: Mapping[str, Record] = {
         added_tokens=1,
         arguments={"_auto_resize": False},
     ),
+    "FluxPipeline": Record(
+        image=None, together="all", tokenizer="tokenizer_2", max_tokens=512, added_tokens=1
+    ),
     "JoyImageEditPipeline": Record(max_tokens=4096),
     "LongCatImageEditPipeline": Record(sized=False, max_tokens=512),
     "QwenImageEditPipeline": Record(),
-    "QwenImageEditPlusPipeline": Record(max_images=3),
+    "QwenImageEditPlusPipeline": Record(),
     "StableDiffusion3Img2ImgPipeline": Record(
         together="all", tokenizer="tokenizer_3", max_tokens=256, added_tokens=1
     ),
 }
-"""Class in diffusers -> how it is called. All were compared with the stock call at tiny size."""
+"""Class in diffusers -> how it is called. The editors among them were compared with the stock call
+at tiny size."""
 
 
 class Config(FrozenModelConfig):
@@ -121,6 +133,6 @@ def batch_of(config: Config, job: RenderJob) -> tuple[Hashable, int]:
     """As `Renderer.batch_of`."""
     call = config.call
     sources = job.sample.sources if call.image else ()
-    one_sample = call.together == "group" and sources
-    key = job.sample.id if one_sample else tuple(source.size for source in sources)
+    pixels = [hash(source.tobytes()) for source in sources if call.together == "group"]
+    key = *(source.size for source in sources), *pixels
     return key, 1 if call.together == "one" else config.batch_size

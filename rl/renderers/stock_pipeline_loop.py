@@ -48,7 +48,7 @@ def load_parts(config: Config, device: str) -> Any:
         pipeline = cls.from_pretrained(
             config.model_path,
             revision=config.revision,
-            torch_dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, config.dtype),
             use_safetensors=True,
         )
     return placed(pipeline, config, device)
@@ -62,7 +62,7 @@ def placed(pipeline: Any, config: Config, device: str) -> Any:
         pipeline.to(device)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
-            align_weights(part, str(next(part.parameters()).device))
+            align_weights(part, pipeline.device.type)
             part.eval().requires_grad_(False)
     if hasattr(getattr(pipeline, "vae", None), "enable_slicing"):
         pipeline.vae.enable_slicing()
@@ -75,6 +75,8 @@ class StockLoop(DiffusionLoop[Config, Any]):
 
     def __init__(self, config: Config, parts: Any) -> None:
         """`parts`: a pipeline of diffusers, on its device."""
+        if config.call.together == "one":
+            config = config.model_copy(update={"batch_size": 1})
         super().__init__(config, parts, vae_factor=1)
         self._is_tried = False
         self._cut_tokens: list[int] = []
@@ -84,7 +86,6 @@ class StockLoop(DiffusionLoop[Config, Any]):
         if not self._is_tried:
             self.try_out()
             self._is_tried = True
-            self._cut_tokens.clear()
         return super().render(jobs)
 
     def take_metrics(self) -> dict[str, float]:
@@ -125,11 +126,9 @@ class StockLoop(DiffusionLoop[Config, Any]):
                 arguments[call.area] = config.height_px * config.width_px
         sources_B = [job.sample.sources for job in jobs]
         if call.image and sources_B[0]:
-            one_set = len(jobs) == 1 or call.together == "group"
-            if call.max_images > 1:
-                arguments[call.image] = list(sources_B[0])
-            else:
-                arguments[call.image] = sources_B[0][0] if one_set else [s[0] for s in sources_B]
+            several_sets = len(jobs) > 1 and call.together == "all"
+            one_set = list(sources_B[0]) if call.max_images > 1 else sources_B[0][0]
+            arguments[call.image] = [s[0] for s in sources_B] if several_sets else one_set
         generators = [torch.Generator("cpu").manual_seed(job.noise_seed) for job in jobs]
         # Not every pipeline that takes a list takes a list of one. Some draw noise from the global
         # generator, too, although they are given one.
@@ -180,7 +179,8 @@ class StockLoop(DiffusionLoop[Config, Any]):
                 raise
             raise ValueError(
                 f"renderer.pipeline: a trial of {name} fails ({type(error).__name__}: {error}); "
-                "check renderer.arguments and renderer.record"
+                "check renderer.arguments and renderer.record (image: null where it takes no "
+                "picture)"
             ) from error
         effects = {job: distance(alone["base"], alone[job]) for job in jobs if job != "base"}
         noise = effects.pop("noise")

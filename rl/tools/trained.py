@@ -39,6 +39,8 @@ UNUSED: dict[str, Any] = {
 """Sections that only training needs. Nothing is graded, so neither judge nor rewards load."""
 READ = ("policy", "renderer", "engine", "sampling", "evaluation")
 """Sections that settings may change where nothing is graded."""
+WITHOUT_TEMPLATE = ("sd3", "diffusers", "images_api")
+"""Renderers that read words and leave the prompt to the policy."""
 ENVIRONMENT = {
     "APP__RUN_NAME": "untrained",
     "APP__BASE_EXP_DIR": "runs",
@@ -250,8 +252,8 @@ def config_for_use(
     """
     where = trained.name
     values = {**trained.config, **replaced}
-    if only_words and (values.get("renderer") or {}).get("type") == "sd3":
-        values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
+    if only_words and (values.get("renderer") or {}).get("type") in WITHOUT_TEMPLATE:
+        values["renderer"] = {"type": "none"}  # its files may be missing
     config = _config(values, where)
     for section in ("policy", "renderer"):
         name = getattr(config, section).get("type")

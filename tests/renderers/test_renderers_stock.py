@@ -14,6 +14,7 @@ import pytest
 import tiny_stock
 import torch
 from diffusers import Flux2KleinPipeline
+from PIL.Image import Image
 from tiny_messages import raising
 from tiny_pages import printed
 from tiny_pictures import make_picture, render_alone, render_floats
@@ -22,7 +23,7 @@ from tiny_stock import make_jobs, make_loop
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
-from rl.renderers.stock_pipeline import StockPipeline
+from rl.renderers.stock_pipeline import StockPipeline, pipelines
 from rl.renderers.stock_pipeline_config import RECORDS, Config
 
 KLEIN = "Flux2KleinPipeline"
@@ -34,19 +35,20 @@ def _small() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", tiny_stock.MAKERS)
 def test_a_picture_is_the_stock_call_s_and_a_batch_changes_none(name: str) -> None:
     loop = make_loop(name)
-    loop.try_out()
-    batch_size = 1 if loop.config.call.together == "one" else 4
-    assert StockPipeline.batch_of(loop.config, make_jobs()[0])[1] == batch_size
-    jobs = make_jobs(same_source=loop.config.call.together != "all")[:batch_size]
+    is_single = loop.config.call.together == "one"
+    jobs = make_jobs(same_source=loop.config.call.together != "all")
+    assert all(isinstance(picture, Image) for _, picture in loop.render(jobs))
+    assert loop.config.batch_size == StockPipeline.batch_of(loop.config, jobs[0])[1]
+    assert loop.config.batch_size == (1 if is_single else 4)
     alone = render_alone(loop, jobs)
-    assert apart(render_floats(loop, jobs), alone) <= PICTURE_TOL
+    assert is_single or apart(render_floats(loop, jobs), alone) <= PICTURE_TOL
     [source] = jobs[0].sample.sources
     torch.manual_seed(0)  # of the first job: some draw noise from the global generator
     stock = loop.parts(
-        image=[source] if name == "QwenImageEditPlusPipeline" else source,
+        image=source,
         prompt='{"edit_instruction": "make the sky blue"}' if "Fibo" in name else jobs[0].payload,
         generator=torch.Generator().manual_seed(0),
         num_inference_steps=loop.config.num_steps,
@@ -101,7 +103,7 @@ def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Flux2Klein takes a list of pictures as references for all prompts."""
-    loop = make_loop(KLEIN, record={"together": "all", "max_images": 1})
+    loop = make_loop(KLEIN, record={"together": "all"})
     jobs = make_jobs(same_source=False)
     drawn = dict(loop.render(jobs))
     assert "one by one" in caplog.text and loop.config.batch_size == 1
@@ -110,7 +112,7 @@ def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
 
 
 def test_several_source_pictures_are_one_set_of_references() -> None:
-    loop, [job, *_] = make_loop(KLEIN), make_jobs()
+    loop, [job, *_] = make_loop(KLEIN, record={"max_images": 4}), make_jobs()
     several = [
         replace(job, sample=replace(job.sample, sources=tuple(map(make_picture, range(number)))))
         for number in (2, 4, 5)
@@ -154,12 +156,18 @@ def test_words_are_put_into_the_pipeline_s_prompt(
         ({"height_px": 64, "width_px": 70}, "width_px: 70"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
         ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
+        ({"arguments": {"num_images_per_prompt": 2}}, "arguments: num_images_per_prompt"),
     ],
 )
 def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
     found = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
     assert len(found) == (problem is not None)
     assert problem is None or re.match(problem, found[0])
+
+
+def test_every_known_pipeline_is_in_diffusers_and_every_known_editor_is_tried() -> None:
+    assert RECORDS.keys() <= set(pipelines())
+    assert {name for name, record in RECORDS.items() if record.image} == tiny_stock.MAKERS.keys()
 
 
 def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
@@ -169,8 +177,8 @@ def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
     )
     assert sum(on_device.weights.values()) == on_host.host_weights == pytest.approx(7.982e9)
     assert (on_device.visiting, on_host.visiting, on_host.weights) == (0, 4.022e9, {})
-    # 4096 tokens of the picture, 4 x 4096 of sources, 512 of text; 2 x 22 tensors of 3072.
-    assert on_host.activations["transformer"] == 2 * 22 * 3072 * (5 * 4096 + 512)
+    # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 22 tensors of 3072.
+    assert on_host.activations["transformer"] == 2 * 22 * 3072 * (2 * 4096 + 512)
 
 
 def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
