@@ -35,7 +35,6 @@
     num_steps: 4,
     // A picture has its source's shape, at most 1024 x 1024 px; height_px and width_px fix its size.
     residency: if $.gpu_gb >= 48 then 'device' else 'host',
-    record: { max_images: 1 },  // Complex-Edit has one source a row; up to 4
     batch_size: if $.gpu_gb >= 48 then 8 else 4,  // a group, or half of one
   },
   optimizer+: {
