@@ -22,7 +22,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, redirect_stderr
@@ -397,7 +396,7 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
     verdicts = [f"FAIL {text}" for text in audit.failures]
     verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
     for text in verdicts or ["PASS"]:
-        yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
+        yield printing.folded(text, "  ", 7)
 
 
 def _kind_line(kind: Kind, ungraded: str = "") -> str:
@@ -465,7 +464,7 @@ def _data_url(picture: Image) -> str:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
-    parser = printing.Parser("rl judge", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl judge", __doc__)
     actions = ("audit", "attack")
     parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
     parser.add_config()
