@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -160,19 +160,18 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
 
 
 def changes_of(
-    before: Mapping[str, Record],
-    after: Mapping[str, Record],
-    names_of: Callable[[Record], Iterable[str]] = lambda row: {"", str(row.get("category") or "")},
-    value_of: Callable[[Record, str], object] = lambda record, _: record.get("reward"),
+    before: Mapping[str, Record], after: Mapping[str, Record], of_parts: bool = False
 ) -> list[Change]:
-    """The paired values of the samples in both evaluations (sample id -> record), by name.
-    `names_of`: the names that a record has values under; `value_of`: its value under one. Default:
-    the reward, of all samples ('') and by category."""
+    """The paired values of the samples in both evaluations (sample id -> record): the reward, of
+    all samples and by category, or each part of it."""
     change_of: dict[str, Change] = {}
     for sample_id, old in before.items():
         new = after.get(sample_id, {})
-        for name in names_of(old):
-            first, last = number(value_of(old, name)), number(value_of(new, name))
+        for name in parts_of(old) if of_parts else {"", str(old.get("category") or "")}:
+            first, last = (
+                number(parts_of(row).get(name) if of_parts else row.get("reward"))
+                for row in (old, new)
+            )
             if first is None or last is None:
                 continue
             title = printable(name) or "held-out reward"
@@ -187,8 +186,7 @@ def scores(evaluation: Evaluation) -> list[Change]:
     """The values of an evaluation, of all samples, by category and by part of the reward: each
     sample is paired with itself."""
     records = evaluation.records
-    parts = changes_of(records, records, parts_of, lambda row, name: parts_of(row).get(name))
-    return [*changes_of(records, records), *parts]
+    return [*changes_of(records, records), *changes_of(records, records, of_parts=True)]
 
 
 def summary(
@@ -370,7 +368,9 @@ class Page:
                 damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
             metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
             damaged["metrics.jsonl"] = len(lines)
-            self._write("metrics", self._metrics_data(metrics, config))
+            data = curve_data(metrics, pictures_per_iteration(config))
+            shown = [each.histograms for each in self._iterations.values()]
+            self._write("metrics", data | {"histograms": shown})
             for path in (folder / "data").iterdir():
                 if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
                     path.unlink()  # of iterations that a resume repeats
@@ -439,14 +439,6 @@ class Page:
             damaged[f"evaluation/{folder.name}"] = len(numbers)
         return damaged
 
-    def _metrics_data(self, metrics: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Every metric, and the histograms of rewards and advantages."""
-        keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
-        factors: list[Any] = [config.get(key) for key in keys]
-        known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
-        data = curve_data(metrics, prod(factors) if known else None)
-        return data | {"histograms": [each.histograms for each in self._iterations.values()]}
-
     def _html(
         self, metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
     ) -> str:
@@ -485,6 +477,14 @@ class Page:
             is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         )
         return without_lone_surrogates(page)
+
+
+def pictures_per_iteration(config: Mapping[str, Any]) -> int | None:
+    """None if the config is damaged."""
+    keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
+    factors: list[Any] = [config.get(key) for key in keys]
+    known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
+    return prod(factors) if known else None
 
 
 def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:

@@ -217,18 +217,6 @@ async def ask(
     return Asked(values, failures)
 
 
-async def audit_all(
-    resolved: Resolved,
-    names: Sequence[str],
-    judge: Judge | None,
-    device: str,
-    cases: Sequence[Case],
-) -> list[RewardAudit]:
-    """Audit the rewards called `names`, one after the other."""
-    limits = resolved.config.judge
-    return [await audit(resolved.rewards[name], judge, device, cases, limits) for name in names]
-
-
 async def audit(
     plugin: Plugin[Reward],
     judge: Judge | None,
@@ -526,7 +514,10 @@ async def _run(args: argparse.Namespace, key: str, resolved: Resolved) -> int:
                 attacks[name] = results
             save_results(resolved, attacks=attacks)
         else:
-            audits = await audit_all(resolved, names, client, device, cases)
+            audits = [
+                await audit(resolved.rewards[name], client, device, cases, config.judge)
+                for name in names
+            ]
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             undecided = 3 * any(audit.doubts for audit in audits)
@@ -553,7 +544,10 @@ async def _at_start(key: str, log: str, *api_bases: str) -> int:
     print(f"auditing the judge on {len(cases)} samples of known quality")
     async with AsyncExitStack() as stack:
         client = await _client(resolved, stack, Path(log), api_bases)
-        audits = await audit_all(resolved, names, client, "cpu", cases)
+        limits = resolved.config.judge
+        audits = [
+            await audit(resolved.rewards[name], client, "cpu", cases, limits) for name in names
+        ]
     save_results(resolved, audits=audits)
     took = duration(time.monotonic() - started)
     for audit in audits:

@@ -48,7 +48,6 @@ from rl.tools.reading import (
     is_control,
     named_rows,
     own_folder,
-    parts_of,
     picture,
     read_config,
     read_evaluations,
@@ -129,17 +128,17 @@ def compare(run: Path, other: Path) -> Comparison:
     if result.reasons:
         return result
     if theirs.iteration != ours.iteration:
-        text = f"after {theirs.iteration} iterations of {result.name}, and {ours.iteration} here"
-        result.notes.append(text)
+        result.notes.append(
+            f"after {theirs.iteration} iterations of {result.name}, and {ours.iteration} here"
+        )
     if len(shared) < max(len(theirs.records), len(ours.records)):
         sizes = f"{len(theirs.records)} and {len(ours.records)}"
         result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
-    result.parts = changes_of(
-        theirs.records, ours.records, parts_of, lambda row, name: parts_of(row).get(name)
-    )
+    result.parts = changes_of(theirs.records, ours.records, of_parts=True)
     if sums := [escaped(row["key"], 60) for row in rows if row["key"].startswith(SUM)]:
-        text = f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
-        result.notes.append(text)
+        result.notes.append(
+            f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
+        )
         return result
     result.changes = changes_of(theirs.records, ours.records)
     return result
