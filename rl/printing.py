@@ -409,6 +409,7 @@ class Parser(argparse.ArgumentParser):
         self.add_overrides()
 
     def add_overrides(self, text: str = "changes of its keys") -> None:
+        self.description = f"{self.description}".rstrip() + f"\n{KEY_VALUE}"
         # Without a default, argparse calls it required.
         self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
 
@@ -421,6 +422,13 @@ class Parser(argparse.ArgumentParser):
             near = nearest(match[1], [name for name in options if name[1] == "-"])
             message += f"; write {key}={match[2] or '...'}" if key else f"; {near}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows examples\n")
+
+
+def folded(text: str, begin: str = "", indent: int = 0) -> str:
+    """`text` in lines of at most 80 columns. The first begins with `begin`, the others with
+    `indent` spaces."""
+    space = " " * indent
+    return fill(text, 80, initial_indent=begin, subsequent_indent=space, break_on_hyphens=False)
 
 
 def show(

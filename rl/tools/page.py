@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -19,6 +19,7 @@ from rl.config.loading import printable
 from rl.files import read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
 from rl.record.checkpoint import iteration_of, steps_of
+from rl.record.publish import at
 from rl.run.alarms import EXPLOITS, HELD_OUT, Watch
 from rl.run.paired import NUM_RESAMPLES, interval
 from rl.tools.reading import (
@@ -41,12 +42,12 @@ from rl.tools.reading import (
     part_names,
     parts_of,
     picture,
-    points,
     read_config,
     read_evaluations,
     record_row,
     rounded,
     shown_of,
+    values_of,
 )
 
 # ---- summary -------------------------------------------------------------------------------------
@@ -159,19 +160,18 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
 
 
 def changes_of(
-    before: Mapping[str, Record],
-    after: Mapping[str, Record],
-    names_of: Callable[[Record], Iterable[str]] = lambda row: {"", str(row.get("category") or "")},
-    value_of: Callable[[Record, str], object] = lambda record, _: record.get("reward"),
+    before: Mapping[str, Record], after: Mapping[str, Record], of_parts: bool = False
 ) -> list[Change]:
-    """The paired values of the samples in both evaluations (sample id -> record), by name.
-    `names_of`: the names that a record has values under; `value_of`: its value under one. Default:
-    the reward, of all samples ('') and by category."""
+    """The paired values of the samples in both evaluations (sample id -> record): the reward, of
+    all samples and by category, or each part of it."""
     change_of: dict[str, Change] = {}
     for sample_id, old in before.items():
         new = after.get(sample_id, {})
-        for name in names_of(old):
-            first, last = number(value_of(old, name)), number(value_of(new, name))
+        for name in parts_of(old) if of_parts else {"", str(old.get("category") or "")}:
+            first, last = (
+                number(parts_of(row).get(name) if of_parts else row.get("reward"))
+                for row in (old, new)
+            )
             if first is None or last is None:
                 continue
             title = printable(name) or "held-out reward"
@@ -186,8 +186,7 @@ def scores(evaluation: Evaluation) -> list[Change]:
     """The values of an evaluation, of all samples, by category and by part of the reward: each
     sample is paired with itself."""
     records = evaluation.records
-    parts = changes_of(records, records, parts_of, lambda row, name: parts_of(row).get(name))
-    return [*changes_of(records, records), *parts]
+    return [*changes_of(records, records), *changes_of(records, records, of_parts=True)]
 
 
 def summary(
@@ -274,19 +273,18 @@ def alarms(
         line = {key: value for key in row if (value := number(row[key])) is not None}
         sentences += [f"Iteration {row['iteration']}: {text}." for text in watch.sentences(line)]
     for name, (limit, clause) in _SHARES.items():
-        shares = [value for _, value in points(metrics, name)] or [0.0]
+        shares = values_of(metrics, name) or [0.0]
         mean, recent = fmean(shares), fmean(shares[-10:])
         if max(mean, recent) > limit:
             sentences.append(
                 f"{mean:.1%} {clause}; {recent:.1%} in the last 10, {max(shares):.1%} at worst."
             )
-    skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
+    skipped = sum(values_of(metrics, "optimizer/skipped_steps"))
     if skipped:
         sentences.append(f"{skipped:g} optimizer steps were skipped for a non-finite gradient.")
     if any(row.get("judge/audit_passed") == 0 for row in metrics[-1:]):
         sentences.append("The judge has not passed an audit (`rl judge audit`).")
-    if damaged:
-        files = [f"{file} ({count})" for file, count in damaged.items()]
+    if files := [f"{file} ({count})" for file, count in damaged.items() if count]:
         more = f" and {len(files) - _MAX_NAMED} more" if len(files) > _MAX_NAMED else ""
         sentences.append(f"Damaged lines are left out: {', '.join(files[:_MAX_NAMED])}{more}.")
     return sentences
@@ -367,12 +365,12 @@ class Page:
             damaged = self._write_evaluations()
             self._write_iterations()
             for iteration, each in self._iterations.items():
-                if each.num_damaged:
-                    damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
+                damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
             metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
-            if lines:
-                damaged["metrics.jsonl"] = len(lines)
-            self._write("metrics", self._metrics_data(metrics, config))
+            damaged["metrics.jsonl"] = len(lines)
+            data = curve_data(metrics, pictures_per_iteration(config))
+            shown = [each.histograms for each in self._iterations.values()]
+            self._write("metrics", data | {"histograms": shown})
             for path in (folder / "data").iterdir():
                 if _DATA_FILE.fullmatch(path.name) and path.name not in self._written:
                     path.unlink()  # of iterations that a resume repeats
@@ -429,28 +427,17 @@ class Page:
         damaged = {}
         stock_folder = self.run_dir / "stock"
         stock_rows, _ = named_rows(stock_folder / "rewards.jsonl", "files")
-        stock = {str(row.get("id")): row["files"] for row in stock_rows}
+        stock = {str(row.get("id")): at(row, "files.stock") for row in stock_rows}
         for iteration, folder in evaluation_folders(self.run_dir).items():
             rows, numbers = named_rows(folder / "records.jsonl", "id")
             names = part_names(rows)
             shown = []
             for row in rows:
-                files = stock.get(str(row["id"]))
-                file = files.get("stock") if isinstance(files, Mapping) else None
-                drawn = picture(stock_folder, file, may_be_link=True)
+                drawn = picture(stock_folder, stock.get(str(row["id"])), may_be_link=True)
                 shown.append(record_row(row, names, folder, drawn, self._pieces))
             self._write(f"eval_{iteration:06d}", {"parts": names, "rows": shown})
-            if numbers:
-                damaged[f"evaluation/{folder.name}"] = len(numbers)
+            damaged[f"evaluation/{folder.name}"] = len(numbers)
         return damaged
-
-    def _metrics_data(self, metrics: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Every metric, and the histograms of rewards and advantages."""
-        keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
-        factors: list[Any] = [config.get(key) for key in keys]
-        known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
-        data = curve_data(metrics, prod(factors) if known else None)
-        return data | {"histograms": [each.histograms for each in self._iterations.values()]}
 
     def _html(
         self, metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
@@ -492,12 +479,20 @@ class Page:
         return without_lone_surrogates(page)
 
 
+def pictures_per_iteration(config: Mapping[str, Any]) -> int | None:
+    """None if the config is damaged."""
+    keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
+    factors: list[Any] = [config.get(key) for key in keys]
+    known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
+    return prod(factors) if known else None
+
+
 def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
     """(phase, seconds, share of total time), longest first; time outside phases is '(other)'."""
     seconds_of: dict[str, float] = {}
     for name in {name for row in metrics for name in row}:
         if match := re.fullmatch("time/(.*)_s", name):
-            seconds_of[match[1]] = sum(value for _, value in points(metrics, name))
+            seconds_of[match[1]] = sum(values_of(metrics, name))
     total = seconds_of.pop("iteration", 0.0)
     if total <= 0:
         return []

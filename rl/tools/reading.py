@@ -204,10 +204,6 @@ def number(value: object) -> float | None:
 
 MAX_POINTS = 400
 """Maximum number of points of a line; a longer one is averaged over equal spans."""
-Points = list[tuple[float, float]]
-"""(iteration, value)."""
-
-
 CURVES: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("page").joinpath("curves.json").read_text("utf-8")
 )
@@ -215,13 +211,9 @@ CURVES: list[dict[str, Any]] = json.loads(
 largest value; `main`: shown without unfolding."""
 
 
-def points(metrics: Sequence[Record], name: str) -> Points:
-    """(iteration, value) of each row in which the metric `name` is a number."""
-    return [
-        (float(row["iteration"]), value)
-        for row in metrics
-        if (value := number(row.get(name))) is not None
-    ]
+def values_of(metrics: Iterable[Record], name: str) -> list[float]:
+    """The metric's values, of each row in which it is a number."""
+    return [value for row in metrics if (value := number(row.get(name))) is not None]
 
 
 def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str, Any]:
@@ -255,7 +247,7 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
 
 def mean(rows: Sequence[Record], name: str) -> float | None:
     """Mean of a metric in the rows that have it, to six digits; None if no row has it."""
-    values = [value for row in rows if (value := number(row.get(name))) is not None]
+    values = values_of(rows, name)
     return six_digits(fmean(values)) if values else None
 
 
@@ -372,10 +364,7 @@ def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
 
 def part_names(rows: Iterable[Record]) -> list[str]:
     """The names of the reward's parts, in the order of their first occurrence."""
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(parts_of(row))
-    return [str(name) for name in names]
+    return list(dict.fromkeys(str(name) for row in rows for name in parts_of(row)))
 
 
 def _parts(row: Record, names: Sequence[str]) -> list[float | None]:
@@ -457,16 +446,15 @@ def _tokens(row: Record, pieces: Pieces) -> dict[str, Any]:
     """`tok`: texts; `lp`: log-probs, nats; `ids`: whether `tok` are ids; `forced`: tokens that the
     grammar forced; `cut`: number of tokens left out."""
     ids, logprobs, forced = (row.get(name) for name in ("token_ids", "sampler_logprobs", "forced"))
-    if not isinstance(ids, list) or not isinstance(logprobs, list):
-        return {}
-    if not all(type(token) is int for token in ids):
+    if (
+        not isinstance(ids, list)
+        or not isinstance(logprobs, list)
+        or not all(type(token) is int for token in ids)
+    ):
         return {}
     return {
         "tok": [pieces[token] for token in ids[:MAX_TOKENS]],
-        "lp": [
-            round(value, 2) if isinstance(value, (int, float)) and abs(value) < 1e6 else None
-            for value in logprobs[: min(len(ids), MAX_TOKENS)]
-        ],
+        "lp": [rounded(value, 2) for value in logprobs[: min(len(ids), MAX_TOKENS)]],
         "ids": not pieces.are_known,
         "forced": [bool(flag) for flag in forced[:MAX_TOKENS]] if isinstance(forced, list) else [],
         "cut": len(ids[MAX_TOKENS:]),

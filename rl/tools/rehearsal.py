@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rl import build
 from rl.api import image_grammar
-from rl.api.plugin import Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.check import memory_plan
 from rl.check.memory_plan import CONTEXT_GB, MODELS
-from rl.config.loading import located
+from rl.config.loading import located, merge
 from rl.config.schema import RunConfig
 from rl.judge.http import BackgroundLoop
 from rl.learner.learner import NUM_MEASURED, Learner
@@ -290,7 +290,7 @@ def one_rank(config: RunConfig) -> RunConfig:
     groups = config.prompts_per_iteration // config.world_size
     values["prompts_per_iteration"] = min(groups, MAX_GROUPS)
     values["render_pool"]["workers"] = 0
-    values["final_reward"] = {}  # no parts: every reward is the same made-up value
+    values["final_reward"] = {}  # of a made-up reward
     values["optimizer"] |= {"backend": "torch", "zero_stage": 0}
     for section in (values["policy"], values["renderer"], *values["rewards"].values()):
         section.pop("device", None)
@@ -307,17 +307,14 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
     started = time.monotonic()
     resolved = build.resolve(one_rank(config))
     sizes = memory_plan.sizes(resolved)
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as work, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="rehearsal-") as work,
+        fake_gpu() as gpu,
+        _models_without_weights(gpu, depth),
+        _phases_counted(gpu.tally),
+        BackgroundLoop("judge") as loop,
+    ):
         resolved = _with_skeletons(resolved, Path(work))
-        gpu = stack.enter_context(fake_gpu())
-        stack.enter_context(_models_without_weights(gpu, depth))
-        # The tally records the phases of rollout and learner as its own.
-        within, patch = gpu.tally.within, mock.patch.object
-        stack.enter_context(patch(heartbeat, "phase", within))
-        for name, phase in LEARNING.items():
-            counted = within(phase)(getattr(TrainStep, name))
-            stack.enter_context(patch(TrainStep, name, counted))
-        loop = stack.enter_context(BackgroundLoop("judge"))
         return _iteration(resolved, sizes, gpu, loop, depth, started)
 
 
@@ -327,6 +324,19 @@ LEARNING = {
     "_optimizer_step": "learn_step",
 }
 """Method of `TrainStep` -> its phase of a rehearsal."""
+
+
+@contextmanager
+def _phases_counted(tally: Tally) -> Iterator[None]:
+    """Inside, the tally records the phases of rollout and learner as its own."""
+    counted = {
+        name: tally.within(phase)(getattr(TrainStep, name)) for name, phase in LEARNING.items()
+    }
+    with (
+        mock.patch.object(heartbeat, "phase", tally.within),
+        mock.patch.multiple(TrainStep, **counted),
+    ):
+        yield
 
 
 def _iteration(
@@ -368,21 +378,12 @@ def _iteration(
         else None
         for prompt in prompts_P
     ]
-    sampled = Sampled(
-        prompts_P,
-        completions_PG,
-        list(range(len(prompts_P))),
-        [str(number) for number in range(len(prompts_P))],
-        bare_P,
-    )
-    sizes_P = [len(completions_G) for completions_G in completions_PG]
+    numbers_P = range(len(prompts_P))
+    sampled = Sampled(prompts_P, completions_PG, numbers_P, [*map(str, numbers_P)], bare_P)
+    sizes_P = [config.generations_per_prompt] * len(prompts_P)
     # Earlier iterations run one forward more, which reads values.
     step = learner.begin(NUM_MEASURED, prompts_P, sampled.token_ids, sizes_P)
-    rewards = {
-        name: _StubReward(plugin.config, Resources(None, dist.device))
-        for name, plugin in resolved.rewards.items()
-        if not plugin.keys.held_out_only
-    }
+    rewards = {"made-up": _StubReward(PluginConfig(type="made-up"), Resources(None, dist.device))}
     context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
     timer = PhaseTimer()
     pending = begin(context, sampled, step, timer, lambda: False)
@@ -492,14 +493,15 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     patch = mock.patch.object
-    with ExitStack() as stack:
-        for owner in (PreTrainedModel, AutoModelForImageTextToText):
-            stack.enter_context(patch(owner, "from_pretrained", classmethod(of_transformers)))
-        stack.enter_context(patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)))
-        stack.enter_context(patch(emu3_vq_loop, "_read_tensors", of_emu3_vq))
-        stack.enter_context(patch(model_files, "require_finite", lambda named, owner: None))
+    with (
+        patch(PreTrainedModel, "from_pretrained", classmethod(of_transformers)),
+        patch(AutoModelForImageTextToText, "from_pretrained", classmethod(of_transformers)),
+        patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)),
+        patch(emu3_vq_loop, "_read_tensors", of_emu3_vq),
+        patch(model_files, "require_finite", lambda named, owner: None),
         # It compares pictures, which have no values here.
-        stack.enter_context(patch(StockLoop, "try_out", lambda loop: None))
+        patch(StockLoop, "try_out", lambda loop: None),
+    ):
         yield
 
 
@@ -611,8 +613,6 @@ def _row(name: str, gb: float, planned_gb: float | None) -> str:
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
-Json = Mapping[str, Any]
-
 
 def model_folder(path: str, revision: str | None, work: Path) -> str:
     """The folder, or cached hub id, with a model's config files and tokenizer. Raises ValueError
@@ -632,7 +632,7 @@ def model_folder(path: str, revision: str | None, work: Path) -> str:
     return str(target)
 
 
-def _write(model: Json, target: Path) -> None:
+def _write(model: Mapping[str, Any], target: Path) -> None:
     model = MODELS["models"][model["same_as"]] if "same_as" in model else model
     _copy(model["like"], target)
     for folder, tiny in model.get("folders", {}).items():
@@ -645,7 +645,7 @@ def _write(model: Json, target: Path) -> None:
         # A config that names its class is complete: the class's defaults are the missing values.
         is_complete = "_class_name" in sizes or "model_type" in sizes
         tiny = {} if is_complete else json.loads(file.read_text())
-        file.write_text(json.dumps(_merged(tiny, sizes), indent=1))
+        file.write_text(json.dumps(merge(tiny, sizes), indent=1))
     if (target / "text_encoder_3").is_dir():
         from transformers import T5TokenizerFast
 
@@ -660,14 +660,6 @@ def _copy(tiny: str, target: Path) -> None:
     """Copy all files of a tiny model except its weights."""
     source = located(f"{MODELS['tokenizers']}/{tiny}")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
-
-
-def _merged(old: Json, new: Json) -> dict[str, Any]:
-    merged = dict(old)
-    for key, value in new.items():
-        is_nested = key.endswith("_config") and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if is_nested else value
-    return merged
 
 
 def _fill_emu3_tokenizer(file: Path) -> None:

@@ -112,8 +112,8 @@ class Trained:
 
         Raises ValueError if it recorded none.
         """
-        folders = [] if self.run_dir is None else sorted(self.run_dir.glob("evaluation/it_*"))
-        for file in (file for folder in folders for file in sorted(folder.glob("*_source.png"))):
+        folder = self.run_dir or self.model
+        for file in sorted(folder.glob("evaluation/it_*/*_source.png")):
             with (
                 suppress(OSError, ValueError, DecompressionBombError),
                 open_picture(file) as picture,
@@ -257,7 +257,7 @@ def config_for_use(
     values = {**trained.config, **replaced}
     if only_words and (values.get("renderer") or {}).get("type") in WITHOUT_TEMPLATE:
         values["renderer"] = {"type": "none"}  # its files or key may be missing
-    config = _config(values, where)
+    config = config_of(values, where)
     for key in ("policy.type", "renderer.type", "renderer.pipeline"):
         section, _, field = key.partition(".")
         name = getattr(config, section).get(field)
@@ -290,9 +290,9 @@ def config_for_use(
             raise ValueError(
                 f"setting {setting!r} has no effect here: only {', '.join(read)}; see --seed"
             )
-    base = _config(values, where).policy
+    base = config_of(values, where).policy
     policy = replace(trained, config={"policy": base}).policy()
-    return _config({**values, "policy": policy}, where), base
+    return config_of({**values, "policy": policy}, where), base
 
 
 def require_trusted(name: object, is_trusted: bool, key: str, command: str) -> None:
@@ -325,7 +325,8 @@ def require_own(trained: Trained, key: str, section: BaseModel, settings: Sequen
         )
 
 
-def _config(values: Mapping[str, Any], where: str) -> RunConfig:
+def config_of(values: Mapping[str, Any], where: str) -> RunConfig:
+    """Raises ConfigError; `where`: whose values they are."""
     config, problems = validate(RunConfig, values)
     if config is None:
         raise ConfigError([f"{where}: {problem}" for problem in problems])

@@ -10,6 +10,7 @@ import pytest
 from tiny_loop import rows_of
 from tiny_messages import holds
 
+from rl.check import this_machine
 from rl.ranks.dist import Dist
 from rl.run import set_up
 from rl.run.set_up import FILE, record_environment
@@ -34,7 +35,7 @@ def test_a_resume_under_other_versions_is_named(
 
     (tmp_path / "nvidia").write_text("NVRM version: NVIDIA UNIX x86_64  575.57.08  Release\n")
     monkeypatch.setattr(set_up, "_DRIVER", tmp_path / "nvidia")
-    monkeypatch.setattr(set_up, "PACKAGES", {"torch"})
+    monkeypatch.setattr(this_machine, "PACKAGES", {"torch"})
     monkeypatch.setattr(set_up, "_code", lambda: "another commit")
     record_environment(tmp_path, 4, Second())
     parts = (

@@ -68,7 +68,7 @@ def test_what_cannot_be_written_is_refused(data: str) -> None:
         (["--system", "earl"], 1, "--data is missing"),
         (["--data", data], 1, "--data has no effect"),
         (["--system", "prompts", "--judge", "http://j:1"], 1, "--judge has no effect"),
-        (["--system", "edit", "--held-out", data], 1, "--held-out needs --data"),
+        (["--system", "edit", "--held-out", data], 1, "--data is missing"),
         (["--system", "prompts", "--data", data], 1, "--held-out is missing"),
         (["there.jsonnet"], 1, "there.jsonnet exists"),
     ):

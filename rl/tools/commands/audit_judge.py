@@ -22,7 +22,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, redirect_stderr
@@ -218,18 +217,6 @@ async def ask(
     return Asked(values, failures)
 
 
-async def audit_all(
-    resolved: Resolved,
-    names: Sequence[str],
-    judge: Judge | None,
-    device: str,
-    cases: Sequence[Case],
-) -> list[RewardAudit]:
-    """Audit the rewards called `names`, one after the other."""
-    limits = resolved.config.judge
-    return [await audit(resolved.rewards[name], judge, device, cases, limits) for name in names]
-
-
 async def audit(
     plugin: Plugin[Reward],
     judge: Judge | None,
@@ -397,7 +384,7 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
     verdicts = [f"FAIL {text}" for text in audit.failures]
     verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
     for text in verdicts or ["PASS"]:
-        yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
+        yield printing.folded(text, "  ", 7)
 
 
 def _kind_line(kind: Kind, ungraded: str = "") -> str:
@@ -465,7 +452,7 @@ def _data_url(picture: Image) -> str:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
-    parser = printing.Parser("rl judge", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl judge", __doc__)
     actions = ("audit", "attack")
     parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
     parser.add_config()
@@ -527,7 +514,10 @@ async def _run(args: argparse.Namespace, key: str, resolved: Resolved) -> int:
                 attacks[name] = results
             save_results(resolved, attacks=attacks)
         else:
-            audits = await audit_all(resolved, names, client, device, cases)
+            audits = [
+                await audit(resolved.rewards[name], client, device, cases, config.judge)
+                for name in names
+            ]
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             undecided = 3 * any(audit.doubts for audit in audits)
@@ -554,7 +544,10 @@ async def _at_start(key: str, log: str, *api_bases: str) -> int:
     print(f"auditing the judge on {len(cases)} samples of known quality")
     async with AsyncExitStack() as stack:
         client = await _client(resolved, stack, Path(log), api_bases)
-        audits = await audit_all(resolved, names, client, "cpu", cases)
+        limits = resolved.config.judge
+        audits = [
+            await audit(resolved.rewards[name], client, "cpu", cases, limits) for name in names
+        ]
     save_results(resolved, audits=audits)
     took = duration(time.monotonic() - started)
     for audit in audits:

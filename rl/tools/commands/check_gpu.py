@@ -300,7 +300,7 @@ memory grows, so nothing else may allocate meanwhile."""
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
-    parser = printing.Parser("rl check-gpu", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl check-gpu", __doc__)
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
     parser.add_overrides()
     engines, text = ("vllm", "transformers"), "transformers: no step uses vLLM"

@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"  {name + ':':8} {escaped(text, MAX_WORDS_SHOWN)}")
             remaining_s = (time.monotonic() - began) / number * (len(requests) - number)
             remaining = f", {remaining_s:.0f} s left" if number < len(requests) else ""
-            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{remaining})")
-            sys.stdout.flush()
+            files = ", ".join(map(str, written))
+            print(f"  wrote:   {files} ({result.seconds:.1f} s{remaining})", flush=True)
     return int(failed > 0)
 
 

@@ -82,9 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if source == UNTRAINED:
             trained = replace(trained, untrained=True, iterations=0)
         config = prepared(trained, args, first)
-        folders.append(evaluated(trained, config, args))
-        if folders.index(folders[-1]) < len(folders) - 1:
+        folder = evaluated(trained, config, args)
+        if folder in folders:
             raise ValueError(f"--against {source}: this is the same evaluation; name another one")
+        folders.append(folder)
         first = first or config
     folder, *others = folders
     print(folder.name)

@@ -410,7 +410,7 @@ def follow(
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if a view is not complete."""
-    parser = printing.Parser("rl follow", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl follow", __doc__)
     parser.add_argument("run", help="run folder, or config")
     parser.add_overrides("as given to the run")
     add = partial(parser.add_argument, action="store_true")

@@ -194,11 +194,9 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
     train, held_out = args.data, args.held_out
-    if not train and system.data == "emu3_tokens":
-        raise ValueError(f"--data is missing: {DATA[system.data]}")
     if not train:
-        if held_out:
-            raise ValueError("--held-out needs --data, the rows that are trained on")
+        if held_out or system.data == "emu3_tokens":
+            raise ValueError(f"--data is missing: {DATA[system.data]}")
         return []
     can_split = system.data == "hf_dataset"  # and its columns can be named
     if not held_out and not can_split:

@@ -21,7 +21,7 @@ from rl.printing import load_template
 @printing.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if an option is invalid, or the config cannot run on these nodes."""
-    parser = printing.Parser("rl launch", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl launch", __doc__)
     add = parser.add_argument
     add("--slurm", action="store_true", required=True, help="print a batch file for sbatch")
     add("--nodes", type=int, default=0, help="nodes with ranks (world_size / GPUs, rounded up)")

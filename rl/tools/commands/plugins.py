@@ -23,7 +23,6 @@ from dataclasses import MISSING, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from pydantic import BaseModel
@@ -229,24 +228,23 @@ def listing() -> str:
     lines = []
     for title, entries in groups().items():
         first = {name: re.split(r"(?<=\.)\s", text)[0] for name, (text, _) in entries.items()}
-        rows = [_filled(f"  {name:21} {sentence}", "", 24) for name, sentence in first.items()]
+        rows = [
+            printing.folded(f"  {name:21} {sentence}", "", 24) for name, sentence in first.items()
+        ]
         lines += [title.replace("`", ""), *rows]
     return "\n".join([*lines, "rl plugins NAME shows one of them, or a plugin of your own"])
 
 
 def explained(name: str, entry: Entry) -> str:
-    lines = [name, *(_filled(part, "  ", 2) for part in entry[0].split("\n\n"))]
+    lines = [name, *(printing.folded(part, "  ", 2) for part in entry[0].split("\n\n"))]
     for key, kind, default, meaning in entry[1]:
         shown = f"default {default}" if default else "required"
-        lines += ["", _filled(f"{key}: {kind}; {shown}", "  ", 6), _filled(meaning, " " * 6, 6)]
+        lines += [
+            "",
+            printing.folded(f"{key}: {kind}; {shown}", "  ", 6),
+            printing.folded(meaning, " " * 6, 6),
+        ]
     return "\n".join(lines)
-
-
-def _filled(text: str, begin: str, indent: int) -> str:
-    """`text` in lines of at most 80 columns."""
-    return fill(
-        text, width=80, initial_indent=begin, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
 
 
 def entry_of(name: str) -> Entry:

@@ -35,7 +35,7 @@ from rl.tools.commands.edit import at_least_one
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
-    parser = printing.Parser("rl rehearse", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl rehearse", __doc__)
     parser.add_config()
     depth = "N layers (at least 1) in every model, at their real widths"
     parser.add_argument("--depth", type=at_least_one, metavar="N", help=depth)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rl.tools import rehearsal
 
         done = rehearsal.rehearse(config, args.depth)
-    except (ConfigError, ValueError, CannotRehearseError) as error:
+    except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     except (RuntimeError, NotImplementedError) as error:
@@ -60,15 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class CannotRehearseError(Exception):
-    """What this machine lacks for a rehearsal, and the fix."""
-
-
 def load_cuda_guard() -> None:
     """Compile and load `cuda_guard.cpp`, a CUDA device that computes nothing. Call it before the
     first `import torch`: autograd looks the hooks up once.
 
-    Raises CannotRehearseError without a C++ compiler, and on a CUDA build of PyTorch, which has a
+    Raises ValueError without a C++ compiler, and on a CUDA build of PyTorch, which has a
     device guard of its own.
     """
     assert "torch" not in sys.modules, "torch was imported before the fake GPU was loaded"
@@ -76,13 +72,13 @@ def load_cuda_guard() -> None:
     assert spec is not None and spec.origin is not None, "PyTorch is not installed"
     root = Path(spec.origin).parent
     if (root / "lib" / "libtorch_cuda.so").exists():
-        raise CannotRehearseError(
+        raise ValueError(
             "a rehearsal needs the CPU build of PyTorch, and this is the CUDA build: install "
             "requirements-cpu.lock in a clone of its own (REQUIREMENTS=requirements-cpu.lock)"
         )
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise CannotRehearseError(
+        raise ValueError(
             "a rehearsal compiles 35 lines of C++, and there is no g++: apt install g++"
         )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -93,7 +89,7 @@ def load_cuda_guard() -> None:
         command += ["-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
         built = subprocess.run(command, capture_output=True, text=True)
         if built.returncode:
-            raise CannotRehearseError(f"{compiler} could not compile {source}:\n{built.stderr}")
+            raise ValueError(f"{compiler} could not compile {source}:\n{built.stderr}")
         for file in (root / "lib/libc10.so", root / "lib/libtorch_cpu.so", library):
             ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
 

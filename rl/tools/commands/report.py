@@ -25,6 +25,7 @@ from rl import printing
 from rl.config.loading import escaped
 from rl.files import write_atomically
 from rl.printing import without_lone_surrogates
+from rl.record.checkpoint import held_out_rewards
 from rl.tools.page import (
     INTERVAL,
     NAMING,
@@ -47,9 +48,7 @@ from rl.tools.reading import (
     is_control,
     named_rows,
     own_folder,
-    parts_of,
     picture,
-    points,
     read_config,
     read_evaluations,
     read_named,
@@ -129,17 +128,17 @@ def compare(run: Path, other: Path) -> Comparison:
     if result.reasons:
         return result
     if theirs.iteration != ours.iteration:
-        text = f"after {theirs.iteration} iterations of {result.name}, and {ours.iteration} here"
-        result.notes.append(text)
+        result.notes.append(
+            f"after {theirs.iteration} iterations of {result.name}, and {ours.iteration} here"
+        )
     if len(shared) < max(len(theirs.records), len(ours.records)):
         sizes = f"{len(theirs.records)} and {len(ours.records)}"
         result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
-    result.parts = changes_of(
-        theirs.records, ours.records, parts_of, lambda row, name: parts_of(row).get(name)
-    )
+    result.parts = changes_of(theirs.records, ours.records, of_parts=True)
     if sums := [escaped(row["key"], 60) for row in rows if row["key"].startswith(SUM)]:
-        text = f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
-        result.notes.append(text)
+        result.notes.append(
+            f"the final rewards are different sums ({', '.join(sums)}): only parts are compared"
+        )
         return result
     result.changes = changes_of(theirs.records, ours.records)
     return result
@@ -173,8 +172,8 @@ def _why_not(
 
 def _held_out(run: Path) -> list[float]:
     """Mean reward at each evaluation; [] with fewer than two."""
-    series = points(named_rows(run / "metrics.jsonl", "iteration")[0], "eval/reward")
-    return [reward for _, reward in series] if len(series) > 1 else []
+    rewards = [reward for reward in held_out_rewards(run).values() if reward is not None]
+    return rewards if len(rewards) > 1 else []
 
 
 def by_chance(run: Path, results: Sequence[Comparison]) -> list[str]:
@@ -288,7 +287,7 @@ def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
 @printing.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is nothing to report."""
-    parser = printing.Parser("rl report", f"{__doc__}{printing.KEY_VALUE}")
+    parser = printing.Parser("rl report", __doc__)
     parser.add_argument("run", help="run folder, or config")
     parser.add_overrides("as given to the run")
     parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -34,9 +33,6 @@ ORDERS: dict[str, Callable[[Summary], Any]] = {
 }
 """Of `--sort`: best or largest first."""
 NAME_WIDTH = 24
-_WRAPPED = textwrap.TextWrapper(
-    80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-)
 _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 
 
@@ -82,13 +78,16 @@ def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
         )
         details = ["RUNNING"] if run.is_running else []
         details += [escaped(run.system, NAME_WIDTH), decimal(run.num_bytes)]
-        printing.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})
+        printing.show(
+            printing.folded("; ".join(details), "  ", 2), marks={"^  RUNNING": "bold green"}
+        )
     size = decimal(sum(summary.num_bytes for summary in summaries))
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escaped(folder, 56)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.is_running else ""
-            print(_WRAPPED.fill(f"{escaped(summary.path.name, 60)}: {running}{summary.problem}"))
+            text = f"{escaped(summary.path.name, 60)}: {running}{summary.problem}"
+            print(printing.folded(text, "  ", 2))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -191,10 +190,10 @@ def _lines(row: Mapping[str, Any]) -> Iterator[str]:
         if output["value"] is not None:
             graded = f"{output['value']:.3f}  {numbers}"
         text = f"{name}: {escaped(graded, MAX_SHOWN_CHARS)}"
-        yield fill(text, 80, initial_indent="  ", subsequent_indent="    ")
+        yield printing.folded(text, "  ", 4)
         for reply in output["replies"]:
             text = f"reply: {escaped(reply, MAX_SHOWN_CHARS)}"
-            yield fill(text, 80, initial_indent="    ", subsequent_indent="      ")
+            yield printing.folded(text, "    ", 6)
     yield "  reward: none" if row["reward"] is None else f"  reward: {row['reward']:.3f}"
 
 
