@@ -55,6 +55,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     },
     "engines": {"transformers": "transformers.TransformersEngine", "vllm": "vllm.VllmEngine"},
     "renderers": {
+        "diffusers": "stock_pipeline.StockPipeline",
         "emu3_vq": "emu3_vq.Emu3Vq",
         "none": "none.NoRenderer",
         "qwen_image_21": "qwen_image_21.QwenImage21",

@@ -50,6 +50,11 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it reads, known before loading; None: unknown, or none."""
         return None
 
+    @classmethod
+    def needs_source_with(cls, config: ConfigT) -> bool:
+        """Whether it edits with this section; by default, what `needs_source` says."""
+        return cls.needs_source
+
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """Prepare a user's own samples for the policy. If the policy reads codes, this scales each
         picture to about `area_px` and encodes it. Called outside of training."""

@@ -270,10 +270,11 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
             "give a source or set that key to 0"
         )
     template = renderer.cls.prompt_template(renderer.config)
-    shows_picture = template is not None and template.needs_picture
+    edits = template is not None and template.needs_picture
+    edits = edits or renderer.cls.needs_source_with(renderer.config)
     for plugin in [*resolved.train, *resolved.validation]:
         has_source = "source" in plugin.cls.provides(plugin.config)
-        if (shows_picture or renderer.cls.needs_source) and not has_source:
+        if edits and not has_source:
             yield (
                 f"{plugin.key}: renderer {renderer.name} edits pictures, and these samples have no "
                 "source; map a column to it"

@@ -486,7 +486,8 @@ def unknowns(resolved: Resolved) -> list[str]:
         problems.append(f"engine: {engine.name} does not state its memory")
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
-        if on_gpu and not sum(plugin.cls.cost(plugin.config).weights.values()):
+        cost = plugin.cls.cost(plugin.config)
+        if on_gpu and not sum(cost.weights.values()) + cost.visiting:
             path = plugin.paths[0]
             problems.append(f"{plugin.key}: {plugin.name} does not know the size of {path!r}")
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
@@ -633,6 +634,8 @@ def _frozen_items(resolved: Resolved, plugin: Plugin[ModelRunner]) -> Iterator[I
         cost, gb_per_value = plugin.cls.cost(plugin.config), BYTES[plugin.config.dtype] / 1e9
         for part, number in cost.weights.items():
             yield Item(f"{plugin.key} {part}", number * gb_per_value, PHASES)
+        if cost.visiting:
+            yield Item(f"{plugin.key}, visiting", cost.visiting * gb_per_value, ("render",))
         if cost.activations:  # its parts run one after the other
             working_gb = max(cost.activations.values()) * gb_per_value
             yield Item(f"{plugin.key}, workspace", working_gb, ("render",))

@@ -170,7 +170,8 @@ class Editor(AbstractContextManager["Editor"]):
         resolved = build.resolve(config)
         self._rules = build.row_rules(resolved)
         loop = BackgroundLoop("edit")
-        self.needs_picture: bool = resolved.renderer.cls.needs_source
+        drawer = resolved.renderer
+        self.needs_picture: bool = drawer.cls.needs_source_with(drawer.config)
         self.draws: bool = resolved.renderer.cls.makes_images and not only_words
         renderer = (
             NoRenderer(PluginConfig(type="none"), Resources(None, self.device))
@@ -390,10 +391,11 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
 def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, str]:
     """Name -> why the request cannot be edited with the run; nothing is loaded."""
     resolved = build.resolve(config)
+    needs_picture = resolved.renderer.cls.needs_source_with(resolved.renderer.config)
     reasons = {}
     for number, request in enumerate(requests, 1):
         try:
-            sample_of(request, build.row_rules(resolved), resolved.renderer.cls.needs_source)
+            sample_of(request, build.row_rules(resolved), needs_picture)
         except ValueError as error:
             reasons[f"[{number}/{len(requests)}]"] = str(error)
     return reasons

@@ -152,19 +152,20 @@ def _read_as(resolved: Resolved, file: str) -> dict[str, Any]:
     or, if that reads another kind, with the usual columns and those that rewards need."""
     if why := not_a_file(file):
         raise ValueError(f"--data {file} {why}; paths start at {Path.cwd()}")
-    data, renderer = resolved.config.data, resolved.renderer.cls
+    data, renderer = resolved.config.data, resolved.renderer
+    needs_source = renderer.cls.needs_source_with(renderer.config)
     own = dict([*data.train, *data.validation][-1])
     if Path(own.get("path") or "-").suffix == Path(file).suffix:
         left_out = ("weight", "coefficient", "image_folder")
         return {**{key: value for key, value in own.items() if key not in left_out}, "path": file}
     if "source_codes" in resolved.policy.cls.needs:
         raise ValueError(f"--data {file}: this policy reads codes: encode the rows by rl prepare")
-    if renderer.makes_images and not renderer.needs_source:
+    if renderer.cls.makes_images and not needs_source:
         keys = {"picture_key": "image"} if file.endswith(".jsonl") else {}
         return {"type": "prompts", "path": file, **keys}
     needs = {need for p in resolved.rewards.values() for need in p.cls.needs_with(p.config)}
     hidden = {name: name for name in needs - READABLE}
-    columns = {"hidden": hidden, "source_optional": not renderer.needs_source}
+    columns = {"hidden": hidden, "source_optional": not needs_source}
     return {"type": "hf_dataset", "path": file, "columns": columns}
 
 

@@ -1,0 +1,111 @@
+"""Renderer plugin: any pipeline of diffusers as it is, conditioned on the policy's text."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl.api.find import is_dotted_path
+from rl.api.metric import Metric
+from rl.api.plugin import ModelCost, ModelFiles
+from rl.api.types import RenderJob
+from rl.config.loading import nearest
+from rl.config.schema import RunConfig
+from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
+from rl.renderers.stock_pipeline_config import PATCH_PX, Config, batch_of
+
+KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
+"""Shape of the transformer of FLUX.2-klein-4B, by which the others are estimated."""
+LARGEST_PX = 1024 * 1024
+"""Pictures without a stated size are planned with this area; sources are, too."""
+
+
+class StockPipeline(DiffusionRenderer[Config]):
+    """Any pipeline of diffusers, called as it is with the policy's text and the sample's source
+    pictures."""
+
+    accepts = "text"
+    side_multiple_px = PATCH_PX
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        "black-forest-labs/FLUX.2-klein-4B": {
+            "text_encoder": 4.022e9,
+            "transformer": 3.876e9,
+            "vae": 0.084e9,
+        }
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "cut_share": Metric("0..1", "share of prompts that are longer than the pipeline reads"),
+        "cut_tokens": Metric("tokens", "tokens of a prompt that the pipeline does not read, mean"),
+    }
+
+    @classmethod
+    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+        from rl.renderers.stock_pipeline_loop import StockLoop, load_parts
+
+        return StockLoop, load_parts
+
+    @classmethod
+    def needs_source_with(cls, config: Config) -> bool:
+        return config.call.image is not None
+
+    @classmethod
+    def batch_of(cls, config: Config, job: RenderJob) -> tuple[Hashable, int]:
+        return batch_of(config, job)
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        index = ModelFiles("model_path", config.model_path, config="model_index.json", weights=())
+        return [replace(index, revision=config.revision)]
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        call, problems = config.call, super().problems(config, run)
+        known = pipelines()
+        if not is_dotted_path(config.pipeline) and known and config.pipeline not in known:
+            hint = nearest(config.pipeline, known)
+            problems.append(f"pipeline: no {config.pipeline!r} in diffusers; {hint}")
+        if (config.height_px is None) != (config.width_px is None):
+            problems.append("height_px: give height_px and width_px, or neither")
+        if config.height_px and not call.sized:
+            problems.append(f"height_px: {config.pipeline} takes no size; drop both sides")
+        own = {"prompt", "generator", "output_type", "height", "width", "num_inference_steps"}
+        if taken := {*config.arguments, *call.arguments} & {*own, call.image, call.area}:
+            names = ", ".join(sorted(map(str, taken)))
+            problems.append(f"arguments: {names}: set by the run itself; drop them")
+        return problems
+
+    @classmethod
+    def part_names(cls, config: Config) -> Sequence[str]:
+        folder = Path(config.model_path)
+        local = sorted({file.parent.name for file in folder.glob("*/*.safetensors")})
+        return local or list(cls.hub_parameters.get(config.model_path, {}))
+
+    @classmethod
+    def cost(cls, config: Config) -> ModelCost:
+        """About 14 tensors of [tokens, width] are alive in the transformer, 8 feature maps of 128
+        channels in the VAE, which decodes one picture at a time. The text encoder's activations are
+        left out."""
+        call, sizes = config.call, cls.part_sizes(config)
+        area_px = (config.height_px or 0) * (config.width_px or 0) or LARGEST_PX
+        seen_px = area_px + (LARGEST_PX * call.max_images if call.image else 0)
+        tokens = seen_px / PATCH_PX**2 + call.max_tokens
+        _, width = shape_of(config, KLEIN_SHAPE)
+        working = {"transformer": 14 * width * config.batch_size * tokens, "vae": 8 * 128 * area_px}
+        if config.residency == "device":
+            return ModelCost(sizes, working)
+        total, largest = sum(sizes.values()), max(sizes.values(), default=0.0)
+        return ModelCost({}, working, total, host_shared=False, visiting=largest)
+
+
+def pipelines() -> list[str]:
+    """Names of the pipelines of diffusers, read from its list without importing it; [] where it is
+    not installed."""
+    spec = importlib.util.find_spec("diffusers")
+    if spec is None or spec.origin is None:
+        return []
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    return sorted(set(re.findall(r'"(\w+Pipeline)"', text)))

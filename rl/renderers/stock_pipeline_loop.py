@@ -1,0 +1,248 @@
+"""Calls a pipeline of diffusers, and learns at the start how it may be called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from diffusers.utils.logging import disable_progress_bar
+from PIL import Image
+
+from rl.api.find import import_plugin, is_dotted_path
+from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.model_files import align_weights
+from rl.progress import weights_counted
+from rl.ranks.signals import is_lost_device
+from rl.renderers.diffusion_loop import DiffusionLoop, Outcome
+from rl.renderers.stock_pipeline_config import Config, batch_of
+
+logger = logging.getLogger(__name__)
+# Pipelines warn at every call, for example of a guidance that a distilled model ignores.
+logging.getLogger("diffusers.pipelines").setLevel(logging.ERROR)
+
+TRIAL_SIDE_PX = 512
+"""Sides of the trial's source pictures where the config states no size."""
+NO_EFFECT = 1e-5
+"""Two pictures (0..1) whose mean difference is below this are the same picture."""
+SAFE_SHARE = 0.1
+"""A batch may change a picture by this share of what another word or another source changes."""
+
+
+def load_parts(config: Config, device: str) -> Any:
+    """The pipeline, on the device or where `residency` keeps it. Raises ValueError if there is no
+    such class."""
+    is_own = is_dotted_path(config.pipeline)
+    cls, wrong = import_plugin(config.pipeline if is_own else f"diffusers.{config.pipeline}")
+    if wrong:
+        raise ValueError(f"renderer.pipeline: {wrong[0]}")
+    if not hasattr(cls, "from_pretrained"):
+        raise ValueError(
+            f"renderer.pipeline: {config.pipeline} is no pipeline; name a class that derives from "
+            "diffusers.DiffusionPipeline"
+        )
+    disable_progress_bar()
+    with weights_counted():
+        pipeline = cls.from_pretrained(
+            config.model_path,
+            revision=config.revision,
+            torch_dtype=getattr(torch, config.dtype),
+            use_safetensors=True,
+        )
+    return placed(pipeline, config, device)
+
+
+def placed(pipeline: Any, config: Config, device: str) -> Any:
+    """`pipeline`, ready to be called, its weights where `config.residency` keeps them."""
+    if config.residency == "host" and device != "cpu":
+        pipeline.enable_model_cpu_offload(device=device)
+    else:
+        pipeline.to(device)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            align_weights(part, pipeline.device.type)
+            part.eval().requires_grad_(False)
+    if hasattr(getattr(pipeline, "vae", None), "enable_slicing"):
+        pipeline.vae.enable_slicing()
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+class StockLoop(DiffusionLoop[Config, Any]):
+    """Draws what `pipeline(image=..., prompt=..., generator=...)` draws."""
+
+    def __init__(self, config: Config, parts: Any) -> None:
+        """`parts`: a pipeline of diffusers, on its device."""
+        if config.call.together == "one":
+            config = config.model_copy(update={"batch_size": 1})
+        super().__init__(config, parts, vae_factor=1)
+        self._is_tried = False
+        self._cut_tokens: list[int] = []
+        self._warned = False
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        if not self._is_tried:
+            self.try_out()
+            self._is_tried = True
+        return super().render(jobs)
+
+    def take_metrics(self) -> dict[str, float]:
+        cuts, self._cut_tokens = self._cut_tokens, []
+        if not cuts:
+            return {}
+        return {"cut_share": fmean(cut > 0 for cut in cuts), "cut_tokens": fmean(cuts)}
+
+    @staticmethod
+    def bucket_of(config: Config, job: RenderJob) -> Any:
+        return batch_of(config, job)[0]
+
+    def _failure_of(self, job: RenderJob) -> RenderFailure | None:
+        call, number = self.config.call, len(job.sample.sources)
+        if call.image is None or number <= call.max_images:
+            return None
+        return RenderFailure(
+            f"too_many_pictures: {number} source pictures, and renderer.record.max_images of "
+            f"{self.config.pipeline} is {call.max_images}"
+        )
+
+    @torch.no_grad()
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: Any = None) -> torch.Tensor:
+        """Render a batch: [B, 3, H, W], float32 on the CPU, -1..1."""
+        self._cut_tokens += [self._num_cut(self.config.prompt_of(job.payload)) for job in jobs]
+        return 2 * self._draw(jobs) - 1
+
+    def _draw(self, jobs: Sequence[RenderJob]) -> torch.Tensor:
+        """[B, 3, H, W], float32 on the CPU, 0..1."""
+        config, call = self.config, self.config.call
+        prompts = [config.prompt_of(job.payload) for job in jobs]
+        arguments: dict[str, Any] = {**call.arguments, **config.arguments}
+        if config.num_steps is not None:
+            arguments["num_inference_steps"] = config.num_steps
+        if config.height_px and config.width_px:
+            arguments |= {"height": config.height_px, "width": config.width_px}
+            if call.area:
+                arguments[call.area] = config.height_px * config.width_px
+        sources_B = [job.sample.sources for job in jobs]
+        if call.image and sources_B[0]:
+            several_sets = len(jobs) > 1 and call.together == "all"
+            one_set = list(sources_B[0]) if call.max_images > 1 else sources_B[0][0]
+            arguments[call.image] = [s[0] for s in sources_B] if several_sets else one_set
+        generators = [torch.Generator("cpu").manual_seed(job.noise_seed) for job in jobs]
+        # Not every pipeline that takes a list takes a list of one. Some draw noise from the global
+        # generator, too, although they are given one.
+        device = self.parts._execution_device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(jobs[0].noise_seed)
+            pictures = self.parts(
+                prompt=prompts[0] if len(jobs) == 1 else list(prompts),
+                generator=generators[0] if len(jobs) == 1 else generators,
+                output_type="pt",
+                **arguments,
+            ).images
+        if not isinstance(pictures, torch.Tensor):
+            pictures = torch.stack(list(pictures))
+        return pictures.float().cpu()
+
+    def _num_cut(self, prompt: str) -> int:
+        """Tokens of the prompt that the pipeline does not read; warns once of the first such
+        prompt."""
+        call, tokenizer = self.config.call, getattr(self.parts, self.config.call.tokenizer, None)
+        limit = {**call.arguments, **self.config.arguments}.get("max_sequence_length")
+        limit = call.max_tokens if limit is None else limit
+        if not limit or tokenizer is None:
+            return 0
+        ids = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
+        cut = max(0, len(ids) + call.added_tokens - limit)
+        if cut and not self._warned:
+            self._warned = True
+            logger.warning(
+                "renderer diffusers: %s reads %d tokens, and a prompt has %d more. Ask for fewer "
+                "words in policy.system_prompt, or lower sampling.max_completion_tokens (logged "
+                "once, counted always). The prompt: %.300s",
+                *(self.config.pipeline, limit, cut, prompt),
+            )
+        return cut
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Draw made-up jobs to learn what the pipeline does. Raises ValueError if its picture does
+        not depend on the words or the source picture, or not only on these and its seed. If a batch
+        fails, or changes a picture, pictures are drawn one by one from now on."""
+        name, jobs = self.config.pipeline, trial_jobs(self.config)
+        try:
+            alone = {job: self._draw([jobs[job]])[0] for job in jobs}
+            again = self._draw([jobs["base"]])[0]
+        except Exception as error:
+            if is_lost_device(error) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"renderer.pipeline: a trial of {name} fails ({type(error).__name__}: {error}); "
+                "check renderer.arguments and renderer.record"
+            ) from error
+        effects = {job: distance(alone["base"], alone[job]) for job in jobs if job != "base"}
+        noise = effects.pop("noise")
+        for job, effect in effects.items():
+            if not effect > NO_EFFECT:
+                raise ValueError(
+                    f"renderer.pipeline: {name} draws the same picture for another {job}; check "
+                    "renderer.record (image, prompt) and renderer.arguments"
+                )
+        if not noise > NO_EFFECT:
+            logger.warning("renderer diffusers: the seed does not change the pictures of %s", name)
+        most_apart = SAFE_SHARE * min(effects.values())
+        if not (apart := distance(alone["base"], again)) <= most_apart:
+            raise ValueError(
+                f"renderer.pipeline: {name} draws another picture from the same seed, {apart:.2g} "
+                f"apart on average (others: {effects}); turn off what is random in it"
+            )
+        if reason := self._batch_problem(jobs, alone, most_apart):
+            self.config = self.config.model_copy(update={"batch_size": 1})
+            text = "renderer diffusers: %s draws pictures one by one, because a batch %s"
+            logger.warning(text, name, reason)
+
+    def _batch_problem(
+        self, jobs: Mapping[str, RenderJob], alone: Mapping[str, torch.Tensor], most_apart: float
+    ) -> str:
+        """What is wrong with drawing `jobs` together, whose pictures drawn alone are `alone`; '' if
+        nothing is, or they never share a batch."""
+        key, limit = batch_of(self.config, jobs["base"])
+        names = [name for name in jobs if batch_of(self.config, jobs[name])[0] == key][:limit]
+        if len(names) == 1:
+            return ""
+        try:
+            drawn = self._draw([jobs[name] for name in names])
+            apart = max(
+                distance(alone[name], picture) for name, picture in zip(names, drawn, strict=True)
+            )
+        except Exception as error:
+            if is_lost_device(error):
+                raise
+            return f"fails ({type(error).__name__}: {error})"
+        return "" if apart <= most_apart else f"changes a picture by {apart:.2g} on average"
+
+
+def trial_jobs(config: Config) -> dict[str, RenderJob]:
+    """A made-up job, and jobs that differ from it in one input each."""
+    size = (config.width_px or TRIAL_SIDE_PX, config.height_px or TRIAL_SIDE_PX)
+    gradient = Image.linear_gradient("L").resize(size)
+    turned = gradient.rotate(180)
+    samples = [
+        Sample(id=f"trial {i}", instruction="", sources=(Image.merge("RGB", bands),))
+        for i, bands in enumerate([(gradient, turned, gradient), (turned, turned, gradient)])
+    ]
+    words = "Turn the sky orange.", "Add a small white boat on the left."
+    jobs = {
+        "base": RenderJob(samples[0], words[0], 1),
+        "prompt": RenderJob(samples[0], words[1], 1),
+        "noise": RenderJob(samples[0], words[0], 2),
+    }
+    if config.call.image:
+        jobs["source picture"] = RenderJob(samples[1], words[0], 1)
+    return jobs
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean absolute difference of two pictures (0..1)."""
+    return (one - other).abs().mean().item()

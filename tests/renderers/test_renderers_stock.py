@@ -1,0 +1,196 @@
+"""The renderer `diffusers`: stock pipelines called as they are, and what it learns of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import _jsonnet
+import pytest
+import tiny_stock
+import torch
+from diffusers import Flux2KleinPipeline
+from PIL.Image import Image
+from tiny_messages import raising
+from tiny_pages import printed
+from tiny_pictures import make_picture, render_alone, render_floats
+from tiny_rounding import PICTURE_TOL, apart
+from tiny_stock import make_jobs, make_loop
+
+from rl.api.plugin import Resources
+from rl.api.types import RenderFailure
+from rl.renderers.stock_pipeline import StockPipeline
+from rl.renderers.stock_pipeline_config import RECORDS, Config
+
+KLEIN = "Flux2KleinPipeline"
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    with tiny_stock.small_sizes():
+        yield
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_picture_is_the_stock_call_s_and_a_batch_changes_none(name: str) -> None:
+    loop = make_loop(name)
+    is_single = loop.config.call.together == "one"
+    jobs = make_jobs(same_source=loop.config.call.together != "all")
+    assert all(isinstance(picture, Image) for _, picture in loop.render(jobs))
+    assert loop.config.batch_size == StockPipeline.batch_of(loop.config, jobs[0])[1]
+    assert loop.config.batch_size == (1 if is_single else 4)
+    alone = render_alone(loop, jobs)
+    assert is_single or apart(render_floats(loop, jobs), alone) <= PICTURE_TOL
+    [source] = jobs[0].sample.sources
+    torch.manual_seed(0)  # of the first job: some draw noise from the global generator
+    stock = loop.parts(
+        image=source,
+        prompt='{"edit_instruction": "make the sky blue"}' if "Fibo" in name else jobs[0].payload,
+        generator=torch.Generator().manual_seed(0),
+        num_inference_steps=loop.config.num_steps,
+        output_type="pt",
+        **tiny_stock.stock_arguments(name),
+    ).images
+    assert apart(alone[:1], stock) <= PICTURE_TOL
+
+
+class Deaf(Flux2KleinPipeline):
+    """Ignores the words."""
+
+    def __call__(self, *, prompt: str, **options: Any) -> Any:
+        return super().__call__(prompt="x", **options)
+
+
+class Blind(Flux2KleinPipeline):
+    """Ignores the source picture."""
+
+    def __call__(self, *, image: Any, **options: Any) -> Any:
+        return super().__call__(image=make_picture(0), **options)
+
+
+class Moody(Flux2KleinPipeline):
+    """Draws another picture each time."""
+
+    moods = iter(range(100))
+
+    def __call__(self, *, generator: Any, **options: Any) -> Any:
+        return super().__call__(generator=generator.manual_seed(next(self.moods)), **options)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "changes", "word"),
+    [
+        (Deaf, {}, "another prompt"),
+        (Blind, {}, "another source picture"),
+        (Moody, {}, "same seed"),
+        (Flux2KleinPipeline, {"arguments": {"strenght": 1.0}}, "strenght"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_trained_on_is_refused(
+    faulty: type, changes: dict[str, Any], word: str
+) -> None:
+    pipeline = faulty(**make_loop(KLEIN).parts.components, is_distilled=True)
+    loop = make_loop(KLEIN, pipeline, **changes)
+    with raising(ValueError, f"renderer.pipeline ... {word}"):
+        loop.render(make_jobs())
+
+
+def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Flux2Klein takes a list of pictures as references for all prompts."""
+    loop = make_loop(KLEIN, record={"together": "all"})
+    jobs = make_jobs(same_source=False)
+    drawn = dict(loop.render(jobs))
+    assert "one by one" in caplog.text and loop.config.batch_size == 1
+    alone = make_loop(KLEIN)
+    assert [drawn[i] for i in range(3)] == [next(iter(alone.render([job])))[1] for job in jobs]
+
+
+def test_several_source_pictures_are_one_set_of_references() -> None:
+    loop, [job, *_] = make_loop(KLEIN, record={"max_images": 4}), make_jobs()
+    several = [
+        replace(job, sample=replace(job.sample, sources=tuple(map(make_picture, range(number)))))
+        for number in (2, 4, 5)
+    ]
+    two, four = render_floats(loop, several[:1]), render_floats(loop, several[1:2])
+    assert apart(two, four) > 100 * PICTURE_TOL
+    loop.try_out()
+    [(_, failure)] = loop.render(several[2:])
+    assert isinstance(failure, RenderFailure) and "max_images" in failure.reason
+
+
+def test_what_the_text_limit_cuts_off_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    loop, [job, *_] = make_loop(KLEIN), make_jobs()
+    jobs = [replace(job, payload="z" * length) for length in (64 - 12, 64 - 12 + 7)]
+    list(loop.render(jobs))
+    assert loop.take_metrics() == {"cut_share": 0.5, "cut_tokens": 3.5}
+    assert loop.take_metrics() == {}
+    assert "reads 64 tokens, and a prompt has 7 more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "prompt"),
+    [
+        ({}, 'a "b" {json}', 'a "b" {json}'),
+        ({"pipeline": "BriaFiboEditPipeline"}, 'ä "b"', '{"edit_instruction": "ä \\"b\\""}'),
+        ({"record": {"prompt": "Edit: {words}."}}, "a", "Edit: a."),
+    ],
+)
+def test_words_are_put_into_the_pipeline_s_prompt(
+    keys: dict[str, Any], words: str, prompt: str
+) -> None:
+    assert Config(**keys).prompt_of(words) == prompt
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"pipeline": "Flux2KlienPipeline"}, "pipeline: .*Flux2KleinPipeline"),
+        ({"pipeline": "my.own.Pipeline"}, None),
+        ({"height_px": 64}, "height_px: .*width_px"),
+        ({"height_px": 64, "width_px": 70}, "width_px: 70"),
+        ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
+        ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
+    ],
+)
+def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
+    found = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
+    assert len(found) == (problem is not None)
+    assert problem is None or re.match(problem, found[0])
+
+
+def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
+    on_device, on_host = (
+        StockPipeline.cost(Config(residency=where, height_px=1024, width_px=1024, batch_size=2))
+        for where in ("device", "host")
+    )
+    assert sum(on_device.weights.values()) == on_host.host_weights == pytest.approx(7.982e9)
+    assert (on_device.visiting, on_host.visiting, on_host.weights) == (0, 4.022e9, {})
+    # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 14 tensors of 3072.
+    assert on_host.activations["transformer"] == 2 * 14 * 3072 * (2 * 4096 + 512)
+
+
+def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
+    made = make_loop(KLEIN)
+    made.parts.save_pretrained(tmp_path)
+    config = made.config.model_copy(update={"model_path": str(tmp_path)})
+    renderer = StockPipeline(config, Resources(None, "cpu"))
+    jobs = make_jobs()
+    assert dict(renderer.render(jobs)) == dict(made.render(jobs))
+    assert {"text_encoder", "transformer", "vae"} == set(StockPipeline.part_sizes(config))
+    wrong = config.model_copy(update={"pipeline": "no.such.Pipeline"})
+    with raising(ValueError, "renderer.pipeline ... no.such"):
+        StockPipeline(wrong, Resources(None, "cpu"))
+
+
+def test_the_sections_of_the_page_are_read() -> None:
+    for block in printed("docs/any-editor.md"):
+        keys = json.loads(_jsonnet.evaluate_snippet("page", f"{{ {block} }}"))["renderer"]
+        config = Config.model_validate(keys)
+        assert not StockPipeline.problems(config, None)  # type: ignore[arg-type]
+        assert config.call.together == "group"
