@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import threading
+from collections.abc import Iterator
 from email.parser import BytesParser
 from email.policy import HTTP
 from pathlib import Path
@@ -23,6 +24,8 @@ from tiny_world.scenes import IMAGE_SIDE_PX
 
 WEIGHTS = Path(__file__).parent / "weights/klein"
 SIZE = f"{IMAGE_SIDE_PX}x{IMAGE_SIDE_PX}"
+PICTURES = ("image", "image[]")
+"""Names of the files of a form."""
 TEXT_TOKENS = 32
 """Texts are padded to it, and the states of the padding condition the transformer, too."""
 OUT_LAYERS = (0, 1, 2)
@@ -46,7 +49,7 @@ class ImagesHandler(JudgeHandler):
         server = self.server.judge
         assert isinstance(server, ImagesServer)
         try:
-            fields, sources = read_form(self.headers["Content-Type"], body)
+            fields, sources = read_request(self.headers["Content-Type"], body)
             if fields["model"] != server.model:
                 return self.fail(404, f"model {fields['model']!r} is not served here")
             drawn = server.draw(fields, sources)
@@ -66,8 +69,8 @@ class ImagesServer(JudgeServer):
         from diffusers import Flux2KleinPipeline
 
         torch.set_num_threads(1)
-        self._pipeline = Flux2KleinPipeline.from_pretrained(WEIGHTS, torch_dtype=torch.float32)
-        self._pipeline.set_progress_bar_config(disable=True)
+        self.pipeline = Flux2KleinPipeline.from_pretrained(WEIGHTS, torch_dtype=torch.float32)
+        self.pipeline.set_progress_bar_config(disable=True)
         self._lock = threading.Lock()  # a pipeline draws one call at a time
         super().__init__(model)
 
@@ -82,32 +85,30 @@ class ImagesServer(JudgeServer):
             noise = torch.Generator().manual_seed(seed)
             with self._lock:
                 call = {"image": list(sources), "prompt": fields["prompt"], **CALL}
-                drawn += self._pipeline(generator=noise, **call).images
+                drawn += self.pipeline(generator=noise, **call).images
         return drawn
 
 
-def read_form(content_type: str, body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
-    """The fields of a request and its source pictures. Raises ValueError if a picture cannot be
-    read."""
+def read_request(content_type: str, body: bytes) -> tuple[dict[str, Any], list[Image.Image]]:
+    """The fields of a request and its source pictures, from JSON or a form. Raises ValueError if a
+    picture cannot be read."""
     if content_type.startswith("application/json"):
         fields = json.loads(body)
         given = fields.pop("images", None) or fields.pop("image")
         urls = given if isinstance(given, list) else [given]
         return fields, [picture_at(u["image_url"] if isinstance(u, dict) else u) for u in urls]
-    form = BytesParser(policy=HTTP).parsebytes(
-        b"Content-Type: %b\r\n\r\n" % content_type.encode() + body
-    )
-    fields, sources = {}, []
-    for part in form.iter_parts():
-        name, content = (
-            part.get_param("name", header="content-disposition"),
-            part.get_payload(decode=True),
-        )
-        if name in ("image", "image[]"):
-            sources.append(read_png(content))
-        else:
-            fields[name] = content.decode()
-    return fields, sources
+    parts = list(_form(content_type, body))
+    sources = [read_png(content) for name, content in parts if name in PICTURES]
+    return {name: content.decode() for name, content in parts if name not in PICTURES}, sources
+
+
+def _form(content_type: str, body: bytes) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each part of a multipart form."""
+    head = f"Content-Type: {content_type}\r\n\r\n".encode()
+    for part in BytesParser(policy=HTTP).parsebytes(head + body).iter_parts():
+        content = part.get_payload(decode=True)
+        assert isinstance(content, bytes)
+        yield str(part.get_param("name", header="content-disposition")), content
 
 
 def _base64_png(picture: Image.Image) -> str:
