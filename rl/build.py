@@ -57,6 +57,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "renderers": {
         "diffusers": "stock_pipeline.StockPipeline",
         "emu3_vq": "emu3_vq.Emu3Vq",
+        "images_api": "images_api.ImagesApi",
         "none": "none.NoRenderer",
         "qwen_image_21": "qwen_image_21.QwenImage21",
         "qwen_image_edit": "qwen_image_edit.QwenImageEdit",
@@ -358,9 +359,9 @@ def build_engine(
     return resolved.engine.cls(resolved.engine.config, setup)
 
 
-def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
-    """Load the frozen generator on this rank."""
-    return _made(resolved.renderer, Resources(None, dist.device))
+def build_renderer(resolved: Resolved, dist: Dist, is_first: bool = False) -> Renderer:
+    """Load the frozen generator on this rank. `is_first`: as in `Resources`."""
+    return _made(resolved.renderer, Resources(None, dist.device, is_first=is_first))
 
 
 def _made(plugin: Plugin[PluginT], *arguments: Any) -> PluginT:

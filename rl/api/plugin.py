@@ -213,6 +213,8 @@ class Resources:
     may_split: bool = True
     """False in a worker of a render pool: a renderer does not halve a batch that does not fit in
     memory, but fails it with a reason that starts with 'out_of_memory'."""
+    is_first: bool = False
+    """Whether this is a run's first rank, which does what one rank can do for all."""
 
 
 def brief(value: object) -> str:

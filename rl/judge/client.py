@@ -6,14 +6,15 @@ import asyncio
 import logging
 import math
 import random
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
@@ -22,6 +23,7 @@ from rl.config.schema import JudgeConfig
 from rl.judge.http import (
     CONTENT,
     LOGPROBS_REMEDY,
+    MAX_REPLY_BYTES,
     SHOWN_CHARS,
     TOO_MANY_REQUESTS,
     Dialect,
@@ -39,7 +41,6 @@ from rl.judge.reply import (
     NoLogprobsError,
     UnreadableReplyError,
     encoded,
-    read_chat,
     refuse_part,
     scores_of_ten,
     served_models,
@@ -71,6 +72,8 @@ MAX_NAMES = 8
 """Limit of model names logged per address; some servers send a different name with each reply."""
 REFUSED_SETUP = frozenset({401, 402, 403, 404, 405, 407, *range(300, 400)})
 """A wrong key, path or model, no money, or a redirect: these never concern one question."""
+MODERATED = re.compile(r"moderat|nsfw|(safety|content).?(policy|system|filter)", re.IGNORECASE)
+"""In the body of an HTTP 403 that concerns one question: some gateways moderate with it."""
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 FINAL = ("refused", "outage")
 """Causes after which a question is not asked again."""
@@ -182,19 +185,23 @@ class Address:
         self._replied_s = 0.0
         self._checking = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
-        config = judge.config
-        self._http = JudgeHttp(url, auth_header(config.api_key_env), config.max_concurrency)
+        config, section = judge.config, judge.section
+        header = auth_header(config.api_key_env, section)
+        self._http = JudgeHttp(url, header, config.max_concurrency, section, judge.max_reply_bytes)
 
-    async def exchange(self, body: bytes | None = None) -> HttpAnswer:
-        """Send a question, or ask for the list of models (`body` None). Raises `RequestTrouble` if
-        no answer comes."""
+    async def exchange(
+        self, request: Request | None = None, without: Set[str] = frozenset()
+    ) -> HttpAnswer:
+        """Send a question without these parameters, or ask for the list of models. Raises
+        `RequestTrouble` if no answer comes."""
         self._judge.stats.requests += 1
         self.num_in_flight += 1
         try:
-            if body is None:
+            if request is None:
                 return await self._http.request("GET", "/models", None, HEALTH_TIMEOUT_S)
+            content_type, body = request.encoded(without)
             timeout_s = self._judge.config.timeout_s
-            return await self._http.request("POST", "/chat/completions", body, timeout_s)
+            return await self._http.request("POST", request.path, body, timeout_s, content_type)
         finally:
             self.num_in_flight -= 1
 
@@ -208,10 +215,11 @@ class Address:
         while True:
             request.num_sent += 1
             sent_s = time.monotonic()
-            response = await self.exchange(request.body(without))
+            response = await self.exchange(request, without)
             if response.status < 500:
                 self._judge.stats.latencies_s.append(time.monotonic() - sent_s)
-            refused = refused_parameter(response.status, response.body, request.sent(without))
+            sent = request.sent(without)
+            refused = refused_parameter(response.status, response.body, sent, request.optional)
             if refused is None:
                 break
             self._judge.stats.retries["parameter"] += 1
@@ -219,7 +227,7 @@ class Address:
         if not response.is_success:
             self.refuse(response, request)
         try:
-            chat = read_chat(response.body, request.labels)
+            chat = request.read(response.body)
         except UnreadableReplyError as error:
             body = body_excerpt(response)
             if isinstance(error, NoLogprobsError) and request.shape not in self.answered:
@@ -229,7 +237,8 @@ class Address:
             raise RequestTrouble("no_reply", f"HTTP {response.status} ({error}): {body}") from None
         if learnt := self.dialect.learn(request, without):
             names = ", ".join(sorted(learnt))
-            log.warning("the judge at %s is asked without %s from now on", self.url, names)
+            text = "the %s at %s is asked without %s from now on"
+            log.warning(text, self._judge.section, self.url, names)
         self.works()
         self._judge.proven = request
         self.answered.add(request.shape)
@@ -245,7 +254,9 @@ class Address:
         trouble = RequestTrouble(f"http_{status}", body, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
             raise trouble
-        if request and status not in REFUSED_SETUP and request.shape in self.answered:
+        is_moderated = status == 403 and MODERATED.search(body)
+        is_about_setup = status in REFUSED_SETUP and not is_moderated
+        if request and not is_about_setup and request.shape in self.answered:
             # The address has answered questions of this shape, so the set-up is right: this one is
             # too long, or moderated. (Taking one picture but refusing two is a set-up error.)
             self.works()
@@ -256,11 +267,12 @@ class Address:
             self.take_down(f"refuses (HTTP {status} {body})")
             raise trouble
         location = response.location and excerpt(response.location, SHOWN_CHARS)
-        remedy = remedy_for(status, location, self._judge.config)
+        remedy = self._judge.remedy(status, location)
         if request and request.labels and "logprob" in body.lower():
             remedy = LOGPROBS_REMEDY
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {status} {body}\n{remedy}"
+            f"the {self._judge.section} refused: {response.request} -> HTTP {status} {body}\n"
+            f"{remedy}"
         )
 
     async def failed(self, trouble: RequestTrouble, asking: Asking, sent_s: float) -> None:
@@ -281,7 +293,7 @@ class Address:
             is_alone = self._replied_s < asking.failing_since_s
             is_suspect = self._num_failures >= SUSPECT_FAILURES or (is_last and is_alone)
             if self.is_up and is_suspect and not await self._answers():
-                self.take_down(f"failed {self._num_failures} times in a row")
+                self.take_down(f"failed {self._num_failures} times in a row ({trouble})")
         if self.is_up:
             asking.num_tries += 1
 
@@ -304,7 +316,8 @@ class Address:
     def works(self) -> None:
         """Note an answer that shows that the address works."""
         if not self.is_up:
-            log.warning("the judge at %s answers again after %.0f s", self.url, self._judge.down_s)
+            text = "the %s at %s answers again after %.0f s"
+            log.warning(text, self._judge.section, self.url, self._judge.down_s)
         self.is_up, self._num_failures = True, 0
         self._replied_s = self._judge.replied_s = time.monotonic()
         self._judge.silent_since_s = math.inf
@@ -317,8 +330,8 @@ class Address:
         self._judge.is_silent_since(time.monotonic())
         self._judge.stats.breaker_openings += 1
         pause_s = CHECK_PAUSE_S * self._judge.haste
-        text = "the judge at %s %s: one probe every %.0f s until it answers"
-        log.warning(text, self.url, why, pause_s)
+        text = "the %s at %s %s: one probe every %.0f s until it answers"
+        log.warning(text, self._judge.section, self.url, why, pause_s)
         self._recovery = asyncio.create_task(self._recover(pause_s))
 
     async def _recover(self, pause_s: float) -> None:
@@ -392,6 +405,10 @@ T = TypeVar("T")
 
 class JudgeClient:
     """A client of one judge. All coroutines must run in one event loop."""
+
+    section: ClassVar[str] = "judge"
+    """That of the config, for messages."""
+    max_reply_bytes: ClassVar[int] = MAX_REPLY_BYTES
 
     def __init__(
         self,
@@ -498,8 +515,12 @@ class JudgeClient:
                     )
             await asyncio.sleep(min(1.0, wait_s - waited_s))
 
+    def remedy(self, status: int, location: str | None) -> str:
+        """What the user can do about a refusal. `location`: target of a redirect."""
+        return remedy_for(status, location, self.config)
+
     async def ask(
-        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+        self, question: Question, parse: Callable[[Any], T], repeat: int = 0
     ) -> Answer[T]:
         """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question has no slot while it backs
         off, so that those which the judge cannot answer do not hold up the others."""
@@ -527,7 +548,7 @@ class JudgeClient:
         seconds = time.monotonic() - started_s
         return Answer(value, tuple(asking.replies), asking.failure, asking.num_sent, seconds)
 
-    async def _try(self, asking: Asking, parse: Callable[[str], T]) -> T:
+    async def _try(self, asking: Asking, parse: Callable[[Any], T]) -> T:
         """The parsed reply to the next request. Raises `RequestTrouble`, `JudgeRefused`."""
         question = asking.question
         if not asking.content:
@@ -580,10 +601,11 @@ class JudgeClient:
             return
         self._next_line_s = now_s + LINE_EVERY_S
         log.warning(
-            "the judge asks to wait (%s), for %.0f s so far: a question that waits longer than "
-            "judge.max_outage_s=%g is given up, ungraded. Remedy: fewer requests at once "
-            "(judge.max_concurrency=%d, on each rank), or a higher quota",
-            *(trouble, waited_s, self.config.max_outage_s, self.config.max_concurrency),
+            "the %s asks to wait (%s), for %.0f s so far: a question that waits longer than "
+            "%s.max_outage_s=%g is given up, ungraded. Remedy: fewer requests at once "
+            "(%s.max_concurrency=%d, on each rank), or a higher quota",
+            *(self.section, trouble, waited_s, self.section, self.config.max_outage_s),
+            *(self.section, self.config.max_concurrency),
         )
 
     def _request(self, asking: Asking) -> Request:
@@ -620,21 +642,22 @@ class JudgeClient:
         request = self._request(asking)
         journal = self._journal.get()
         if journal is None:
-            return await self._send(asking, request)
+            return scrub((await self._send(asking, request)).reply)
         async with self._request_locks.setdefault(request.key, asyncio.Lock()):
             reply = journal.get(request.key)
             if reply is not None:
                 self.stats.reused += 1
             else:
-                reply = journal.put(request.key, await self._send(asking, request))
+                chat = await self._send(asking, request)
+                reply = journal.put(request.key, scrub(chat.reply))
         asking.keys.append(request.key)
         return reply
 
-    async def _send(self, asking: Asking, request: Request) -> str:
+    async def _send(self, asking: Asking, request: Request) -> Chat:
         address = await self._admit(asking)
         sent_s = time.monotonic()
         try:
-            return scrub((await address.send(request)).reply)
+            return await address.send(request)
         except RequestTrouble as trouble:
             await address.failed(trouble, asking, sent_s)
             raise

@@ -1,4 +1,5 @@
-"""One HTTP request to a judge and its parameters, the journal of replies, and the event loop."""
+"""One HTTP request to a judge or an images API, a judge's parameters, the journal of its replies,
+and the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -27,20 +28,25 @@ import httpx
 from rl.config.loading import not_a_file, read_text
 from rl.config.schema import JudgeConfig
 from rl.files import append, lines_of, private, require_in_place, row_of
+from rl.judge.reply import Chat, read_chat
 from rl.printing import MIN_CHARS, excerpt, is_placeholder, remember, scrub
 
 # ---- endpoint ------------------------------------------------------------------------------------
-# Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal.
+# Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal. `section` is
+# that of the config which names the endpoint: 'judge', or 'renderer' for an images API.
 
 MAX_FILE_BYTES = 4096
 SHOWN_CHARS = 200
 
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
 _VERSION = re.compile(r"/v\d[a-z0-9]*(/|$)")
+_ENDPOINT = re.compile(r"/(chat/completions|images/(generations|edits))$")
+_STARTED = {"judge": "; a reward asks it: to have the run start one, set judge.start_command"}
+"""Section -> what replaces an address."""
 
 
-def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
-    """The base URLs in `judge.api_base`, such as 'http://host:4877/v1', without duplicates.
+def resolve_api_bases(value: str | Sequence[str], section: str = "judge") -> tuple[str, ...]:
+    """The base URLs in `<section>.api_base`, such as 'http://host:4877/v1', without duplicates.
 
     Accepts, in a list or separated by commas: a URL with or without '/v1' and trailing slash,
     'host:port', or a file with one such address per line. Raises ValueError naming the key and
@@ -51,11 +57,11 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     entries = [entry for entry in entries if entry.lower() not in ("", "none")]
     if not entries:
         raise ValueError(
-            "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
-            "a file that contains it, or have the run start a judge (judge.start_command)"
+            f"{section}.api_base is empty: set it to the endpoint's URL, or to a file that has it"
+            f"{_STARTED.get(section, '')}"
         )
-    addresses = (address for entry in entries for address in _addresses_in(entry))
-    return tuple(dict.fromkeys(_normalise(*address) for address in addresses))
+    addresses = (address for entry in entries for address in _addresses_in(entry, section))
+    return tuple(dict.fromkeys(_normalise(*address, section) for address in addresses))
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
@@ -69,17 +75,17 @@ def resolve_api_base(value: str | Sequence[str]) -> str:
     return bases[0]
 
 
-def _addresses_in(entry: str) -> list[tuple[str, str]]:
+def _addresses_in(entry: str, section: str) -> list[tuple[str, str]]:
     """(address, its origin for messages); `entry` is an address, or a file with addresses."""
     if _is_address(entry):
-        return [(entry, f"judge.api_base={entry!r}")]
+        return [(entry, f"{section}.api_base={entry!r}")]
     if not_a_file(entry):
         raise ValueError(
-            f"judge.api_base={re.sub('(?s).*@', '...@', entry)!r} is neither a URL "
-            "(http://host:4877), nor host:port, nor a file that exists; to have the run start a "
-            "judge itself, set judge.start_command"
+            f"{section}.api_base={re.sub('(?s).*@', '...@', entry)!r} is neither a URL "
+            "(http://host:4877), nor host:port, nor a file that exists"
+            f"{_STARTED.get(section, '')}"
         )
-    where = f"judge.api_base: the file {Path(entry)}"
+    where = f"{section}.api_base: the file {Path(entry)}"
     try:
         text = read_text(entry, MAX_FILE_BYTES)
     except ValueError as error:
@@ -99,17 +105,17 @@ def _is_address(text: str) -> bool:
     return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
 
 
-def _normalise(url: str, where: str) -> str:
+def _normalise(url: str, where: str, section: str) -> str:
     url = url if "://" in url else f"http://{url}"
     if re.search(r"[?#@]", url.partition("://")[2]):
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
-            "judge.api_base must be a plain URL without user, password or query: keys come from "
-            "the environment variable that judge.api_key_env names"
+            f"{section}.api_base must be a plain URL without user, password or query: keys come "
+            f"from the environment variable that {section}.api_key_env names"
         )
     try:
         parts = urlsplit(url)
-        path = parts.path.rstrip("/").removesuffix("/chat/completions")
+        path = _ENDPOINT.sub("", parts.path.rstrip("/"))
         # A path that already contains a version (/v1beta/openai) is kept as it is.
         path = path if _VERSION.search(path) else f"{path}/v1"
         base = f"{parts.scheme}://{parts.netloc}{path}"
@@ -128,8 +134,8 @@ def is_loopback(api_base: str) -> bool:
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
-def auth_header(api_key_env: str) -> dict[str, str]:
-    """The HTTP header with the judge's key; {} for a judge without a key.
+def auth_header(api_key_env: str, section: str = "judge") -> dict[str, str]:
+    """The HTTP header with the endpoint's key; {} for one without a key.
 
     Registers the variable as a secret, whatever its name. Raises ValueError if it is not set, or
     if its value is too short for a key or not allowed in a header.
@@ -137,23 +143,23 @@ def auth_header(api_key_env: str) -> dict[str, str]:
     if not api_key_env:
         return {}
     remember(api_key_env)
-    key = os.environ.get(api_key_env, "").strip()
+    key, where = os.environ.get(api_key_env, "").strip(), f"{section}.api_key_env"
     if not key:
         raise ValueError(
-            f"judge.api_key_env names {api_key_env}, which is not in the environment: "
-            f"export {api_key_env}=..., or set judge.api_key_env: '' for a judge without key"
+            f"{where} names {api_key_env}, which is not in the environment: "
+            f"export {api_key_env}=..., or set {where}: '' for a {section} without key"
         )
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"judge.api_key_env names {api_key_env}, whose value is not valid in an HTTP header: "
+            f"{where} names {api_key_env}, whose value is not valid in an HTTP header: "
             f"it has a line end or a non-ASCII character. Copy the key again into {api_key_env}"
         )
     if len(key) < MIN_CHARS and not is_placeholder(key):
         raise ValueError(
-            f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: a "
+            f"{where} names {api_key_env}, whose value has {len(key)} characters: a "
             f"key of fewer than {MIN_CHARS} cannot be removed from the logs safely, since ordinary "
-            f"words may contain it. Copy the whole key into {api_key_env}; for a keyless judge set "
-            f"judge.api_key_env: '', or {api_key_env}=EMPTY"
+            f"words may contain it. Copy the whole key into {api_key_env}; for a keyless {section} "
+            f"set {where}: '', or {api_key_env}=EMPTY"
         )
     return {"Authorization": f"Bearer {key}"}
 
@@ -166,37 +172,44 @@ LOGPROBS_REMEDY = (
 )
 
 
-def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
-    """What the user can do about an HTTP refusal. `location`: target of a redirect."""
+def setup_remedy(
+    status: int, location: str | None, config: JudgeConfig, section: str = "judge"
+) -> str | None:
+    """What the user can do about an HTTP refusal; None: the request is not acceptable. `location`:
+    target of a redirect."""
     if location is not None:
-        return f"Remedy: set judge.api_base to where it points ({location})."
+        return f"Remedy: set {section}.api_base to where it points ({location})."
     setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
     key = (
-        "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
+        f"Remedy: {section}.api_key_env must name the environment variable that holds a valid key "
         f"({setting})."
     )
     by_status = {
         401: key,
-        402: "Remedy: pay for this endpoint, or set judge.api_base to another one.",
+        402: f"Remedy: pay for this endpoint, or set {section}.api_base to another one.",
         403: key,
-        404: f"Remedy: check the path in judge.api_base and judge.model={config.model!r}.",
+        404: f"Remedy: check the path in {section}.api_base and {section}.model={config.model!r}.",
         407: "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY).",
-        429: f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
-        "each rank), or a higher quota; wait, or pay, if the quota is used up.",
+        429: f"Remedy: fewer requests at once ({section}.max_concurrency={config.max_concurrency}, "
+        "on each rank), or a higher quota; wait, or pay, if the quota is used up.",
     }
-    return by_status.get(
-        status,
+    return by_status.get(status)
+
+
+def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
+    """What the user can do about a judge's refusal. `location`: target of a redirect."""
+    return setup_remedy(status, location, config) or (
         "Remedy: this endpoint does not accept the request. It needs a vision-language model "
         f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
         "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
         "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
         f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
-        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'.",
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
     )
 
 
 # ---- http ----------------------------------------------------------------------------------------
-# One HTTP request to a judge: bounded in size and time, never inflated, never redirected.
+# One HTTP request: bounded in size and time, never inflated, never redirected.
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
@@ -205,7 +218,7 @@ RETRY_AFTER_CAP_S = 120.0
 TLS_FAILURES = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """In OpenSSL's messages: an untrusted certificate; no TLS at all."""
 TLS_REMEDY = (
-    "; trust its certificate here (SSL_CERT_FILE=<a .pem of its issuer>), or set judge.api_base to "
+    "; trust its certificate here (SSL_CERT_FILE=<a .pem of its issuer>), or set {}.api_base to "
     "a host name in the certificate, or to an http:// URL"
 )
 PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
@@ -216,7 +229,6 @@ HEADERS = {
     "Accept-Encoding": "identity",
     # A second reply on a connection that is kept would be read as the answer to the next question.
     "Connection": "close",
-    "Content-Type": "application/json",
     "User-Agent": f"python-httpx/{httpx.__version__}",
 }
 
@@ -263,9 +275,17 @@ class HttpAnswer:
 class JudgeHttp:
     """Sends requests to one address, each over its own connection. Belongs to one event loop."""
 
-    def __init__(self, api_base: str, headers: Mapping[str, str], max_connections: int) -> None:
-        """Raises ValueError if the environment names an unusable proxy or unusable certificates."""
-        self._api_base = api_base
+    def __init__(
+        self,
+        api_base: str,
+        headers: Mapping[str, str],
+        max_connections: int,
+        section: str = "judge",
+        max_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        """`max_bytes`: of an answer's body. Raises ValueError if the environment names an unusable
+        proxy or unusable certificates."""
+        self._api_base, self._section, self._max_bytes = api_base, section, max_bytes
         self._headers = {**HEADERS, **headers}
         # A proxy from the environment cannot reach this machine's own loopback.
         proxy = None if is_loopback(api_base) else _proxy_for(api_base)
@@ -279,18 +299,23 @@ class JudgeHttp:
         except OSError as error:
             raise ValueError(
                 f"SSL_CERT_FILE={os.environ.get('SSL_CERT_FILE')}: no certificates can be read "
-                f"there ({error.strerror or error}): set it to those of the issuer of the judge's "
-                "certificate, or unset it"
+                f"there ({error.strerror or error}): set it to those of the issuer of the "
+                "endpoint's certificate, or unset it"
             ) from None
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
-                f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
-                f" ({excerpt(str(error), SHOWN_CHARS)}): set it to http://host:port, or name "
-                "the judge's host in NO_PROXY"
+                f"{PROXY_VARIABLES} names a proxy that cannot be used for "
+                f"{section}.api_base={api_base} ({excerpt(str(error), SHOWN_CHARS)}): set it to "
+                "http://host:port, or name the endpoint's host in NO_PROXY"
             ) from None
 
     async def request(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        content_type: str = "application/json",
     ) -> HttpAnswer:
         """Send a request and read the answer, within `timeout_s`.
 
@@ -301,7 +326,7 @@ class JudgeHttp:
         request = httpx.Request(
             method,
             self._api_base + path,
-            headers=self._headers,
+            headers={**self._headers, "Content-Type": content_type},
             content=body,
             extensions={"timeout": timeouts},
         )
@@ -313,7 +338,7 @@ class JudgeHttp:
             async with asyncio.timeout(timeout_s):
                 response = await self._transport.handle_async_request(request)
                 async with aclosing(response):
-                    unusable = await _receive(response, received)
+                    unusable = await _receive(response, received, self._max_bytes)
         except Exception as error:
             # Malformed bytes from outside raise errors that share no base class: httpx's own, an
             # ssl.SSLError, a UnicodeError for a host name.
@@ -333,7 +358,8 @@ class JudgeHttp:
             return RequestTrouble("timeout", f"no reply within {timeout_s:g} s{self._via_proxy}")
         detail = excerpt(f"{type(error).__name__} {error}", SHOWN_CHARS) + self._via_proxy
         is_tls = any(reason in detail for reason in TLS_FAILURES)
-        return RequestTrouble("transport", detail + (TLS_REMEDY if is_tls else ""), is_tls=is_tls)
+        remedy = TLS_REMEDY.format(self._section) if is_tls else ""
+        return RequestTrouble("transport", detail + remedy, is_tls=is_tls)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -352,7 +378,7 @@ def retry_after_s(header: str | None) -> float | None:
     return min(max(seconds, 0.0), RETRY_AFTER_CAP_S) if math.isfinite(seconds) else None
 
 
-async def _receive(response: httpx.Response, received: bytearray) -> str | None:
+async def _receive(response: httpx.Response, received: bytearray, max_bytes: int) -> str | None:
     """Append the body to `received`. Returns why it was not read to its end, or None."""
     encoding = response.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
@@ -362,9 +388,15 @@ async def _receive(response: httpx.Response, received: bytearray) -> str | None:
         )
     async for chunk in response.aiter_raw():
         received += chunk
-        if len(received) > MAX_REPLY_BYTES:
-            return f"longer than {MAX_REPLY_BYTES} bytes"
+        if len(received) > max_bytes:
+            return f"longer than {max_bytes} bytes"
     return None
+
+
+def multipart(fields: Mapping[str, str], files: Sequence[tuple[str, Any]]) -> tuple[str, bytes]:
+    """A form: (its Content-Type, its body). `files`: (field, (file name, content, media type))."""
+    form = httpx.Request("POST", "http://form", data=fields, files=files)
+    return form.headers["Content-Type"], form.read()
 
 
 def _proxy_for(url: str) -> str | None:
@@ -401,6 +433,7 @@ REFUSING_STATUSES = frozenset({400, 422, 500})
 class Request:
     """One question as it is sent to an endpoint that accepts every parameter."""
 
+    optional: ClassVar[Mapping[str, str]] = OPTIONAL
     parameters: Mapping[str, Any]
     """Fields of the request's body; the content of its one message is `[CONTENT]`."""
     content: Sequence[bytes]
@@ -410,6 +443,7 @@ class Request:
     shape: object = None
     """Equal for questions that an endpoint takes or refuses together: (the labels, for each part
     whether it is text)."""
+    path: str = "/chat/completions"
     num_sent: int = 0  # requests; repeats without a refused parameter included
 
     @cached_property
@@ -423,6 +457,14 @@ class Request:
         if "max_tokens" in without:
             sent[RENAMED] = self.parameters["max_tokens"]
         return sent
+
+    def read(self, body: bytes) -> Chat:
+        """What a successful answer says. Raises UnreadableReplyError."""
+        return read_chat(body, self.labels)
+
+    def encoded(self, without: Set[str]) -> tuple[str, bytes]:
+        """(Content-Type, body)."""
+        return "application/json", self.body(without)
 
     def body(self, without: Set[str]) -> bytes:
         # Pictures are megabytes: they are inserted as they are, not escaped for each question.
@@ -450,13 +492,15 @@ class Dialect:
         return learnt
 
 
-def refused_parameter(status: int, page: bytes, sent: Mapping[str, Any]) -> str | None:
+def refused_parameter(
+    status: int, page: bytes, sent: Mapping[str, Any], optional: Mapping[str, str] = OPTIONAL
+) -> str | None:
     """The parameter in `sent` to leave out after an answer: of those that an error page names, the
-    one that matters least. None if it names none."""
+    one that matters least. None if it names none. `optional`: of the form of `OPTIONAL`."""
     if status not in REFUSING_STATUSES:
         return None
     text = page.decode("utf-8", "replace").lower()
-    for name, pattern in OPTIONAL.items():
+    for name, pattern in optional.items():
         if name in sent and re.search(rf"(?<![a-z_])(?:{pattern})(?![a-z_])", text):
             return name
     return None

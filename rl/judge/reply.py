@@ -51,10 +51,10 @@ class NoLogprobsError(UnreadableReplyError):
 
 
 class Chat(NamedTuple):
-    """What a chat completion says."""
+    """What an answer says."""
 
-    reply: str
-    """Maybe ''."""
+    reply: Any
+    """A chat completion's text, maybe ''; an images API's picture."""
     model: str | None
     """The model that the completion names."""
     tokens: tuple[int, int]
@@ -71,7 +71,7 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
 
     Raises `UnreadableReplyError`.
     """
-    completion = _parsed(body)
+    completion = parsed(body)
     if isinstance(completion, dict) and completion.get("error"):
         raise UnreadableReplyError("an error beside the reply")
     try:
@@ -89,7 +89,7 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
         reply += _PART.format(ended)
     model = completion.get("model")
     model_name = model if isinstance(model, str) and model else None
-    return Chat(reply, model_name, _tokens(completion))
+    return Chat(reply, model_name, tokens_of(completion, "prompt_tokens", "completion_tokens"))
 
 
 def refuse_part(reply: str) -> None:
@@ -99,12 +99,13 @@ def refuse_part(reply: str) -> None:
             raise UnreadableReplyError(f"only a part of a reply (finish_reason {reason!r})")
 
 
-def _tokens(completion: Mapping[str, Any]) -> tuple[int, int]:
+def tokens_of(completion: Mapping[str, Any], read: str, written: str) -> tuple[int, int]:
+    """Two numbers of tokens under `usage`; 0 where one is missing."""
     usage = completion.get("usage")
     found = usage if isinstance(usage, dict) else {}
-    counts = (found.get("prompt_tokens"), found.get("completion_tokens"))
-    prompt, written = (n if type(n) is int and 0 < n < 10**9 else 0 for n in counts)
-    return prompt, written
+    counts = (found.get(read), found.get(written))
+    first, second = (n if type(n) is int and 0 < n < 10**9 else 0 for n in counts)
+    return first, second
 
 
 def _label_reply(choice: Any, labels: Sequence[str]) -> str:
@@ -133,7 +134,7 @@ def logprob_in(value: Any) -> float:
 def served_models(body: bytes) -> list[str] | None:
     """The ids in an answer to `/models`; None if it is not such a list."""
     try:
-        names = [model["id"] for model in _parsed(body)["data"]]
+        names = [model["id"] for model in parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
         return None
     return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
@@ -206,7 +207,7 @@ def scores_of_ten(schema: Mapping[str, Any], parsed: object) -> list[float]:
     return list(parsed) if is_of_ten and isinstance(parsed, tuple) else []
 
 
-def _parsed(body: bytes) -> Any:
+def parsed(body: bytes) -> Any:
     """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:
         return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_unique_keys)

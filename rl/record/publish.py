@@ -34,6 +34,7 @@ MODEL_CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGe
 TASKS = {
     **dict.fromkeys((*PIPELINES, "emu3_vq"), "image-to-image"),
     "sd3": "text-generation",
+    "images_api": "image-text-to-text",
     "none": "image-text-to-text",
 }
 """Renderer -> the hub's `pipeline_tag` of the trained model."""

@@ -355,7 +355,7 @@ def load_models(
         pooled.wait()
         renderer = pooled
     else:
-        renderer = build.build_renderer(resolved, dist)
+        renderer = build.build_renderer(resolved, dist, is_first=dist.is_main)
         stack.callback(renderer.close)
     if renderer.state_dim not in (None, policy.state_dim):
         raise ValueError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL.Image import DecompressionBombError
+from pydantic import BaseModel
 
 from rl import build
 from rl.api import find
@@ -39,6 +40,8 @@ UNUSED: dict[str, Any] = {
 """Sections that only training needs. Nothing is graded, so neither judge nor rewards load."""
 READ = ("policy", "renderer", "engine", "sampling", "evaluation")
 """Sections that settings may change where nothing is graded."""
+OF_AN_ENDPOINT = {"api_base": "URL", "start_command": "[]", "api_key_env": "''"}
+"""Keys that decide who gets the data and which secret, with what to write in their place."""
 ENVIRONMENT = {
     "APP__RUN_NAME": "untrained",
     "APP__BASE_EXP_DIR": "runs",
@@ -250,8 +253,8 @@ def config_for_use(
     """
     where = trained.name
     values = {**trained.config, **replaced}
-    if only_words and (values.get("renderer") or {}).get("type") == "sd3":
-        values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
+    if only_words and (values.get("renderer") or {}).get("type") in ("sd3", "images_api"):
+        values["renderer"] = {"type": "none"}  # no template; its files or key may be missing
     config = _config(values, where)
     for section in ("policy", "renderer"):
         name = getattr(config, section).get("type")
@@ -260,6 +263,7 @@ def config_for_use(
         key, command = f"{where}: {section}.type", f"rl edit {option}"
         require_trusted(name, setting in settings or trained.trusted, key, command)
     resolved = build.resolve(config)
+    require_own(trained, "renderer", resolved.renderer.config, settings)
     # This machine may lack the run's devices.
     local_values = {"device": "auto"}
     if pick_device(device) == "cpu":
@@ -302,6 +306,21 @@ def require_trusted(name: object, is_trusted: bool, key: str, command: str) -> N
         )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
+
+def require_own(trained: Trained, key: str, section: BaseModel, settings: Sequence[str]) -> None:
+    """Raises ValueError if the section `key` of a run that may be a stranger's names an endpoint or
+    its secret, and no setting names another."""
+    stated = {setting.partition("=")[0].strip() for setting in settings}
+    own = {name: getattr(section, name, None) for name in OF_AN_ENDPOINT}
+    foreign = [name for name in own if own[name] and f"{key}.{name}" not in stated]
+    if foreign and not trained.trusted:
+        what = ", ".join(f"{name} {own[name]}" for name in foreign)
+        remedy = " ".join(f"--set {key}.{name}={OF_AN_ENDPOINT[name]}" for name in foreign)
+        raise ValueError(
+            f"{trained.name}: {key} is the run's ({excerpt(what, 300)}), and would get your data: "
+            f"name your own: {remedy} (rl eval: or --trust, if the run is yours)"
+        )
 
 
 def _config(values: Mapping[str, Any], where: str) -> RunConfig:

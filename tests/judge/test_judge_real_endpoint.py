@@ -108,10 +108,10 @@ def test_legal_mass_is_a_share_of_the_whole_vocabulary(
     reference is the same server's distribution over all tokens, which sums to 1."""
     bodies, request = [], JudgeHttp.request
 
-    async def noting(http: JudgeHttp, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    async def noting(http: JudgeHttp, method: str, path: str, body: Any, *more: Any) -> Any:
         if path == "/chat/completions":
             bodies.append(json.loads(body))
-        return await request(http, method, path, body, timeout_s)
+        return await request(http, method, path, body, *more)
 
     monkeypatch.setattr(JudgeHttp, "request", noting)
     monkeypatch.setattr(client, "TOP_LOGPROBS", -1)

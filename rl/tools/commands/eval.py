@@ -54,7 +54,7 @@ from rl.tools.commands.report import compare, lines, write_comparison
 from rl.tools.commands.score import judge_errors_as_sentences
 from rl.tools.report.page import INTERVAL, Page, summary
 from rl.tools.report.reading import CONFIG_ENDINGS, read_evaluations, read_named
-from rl.tools.trained import READ, UNUSED, Trained, config_for_use, load, pick_device
+from rl.tools.trained import READ, UNUSED, Trained, config_for_use, load, pick_device, require_own
 
 UNTRAINED = "untrained"
 SAME = {
@@ -62,8 +62,6 @@ SAME = {
     *("evaluation", "algorithm", "bare_arm", "images_per_completion"),
 }
 """Sections that decide what a score means: all policies of a command have those of the first."""
-OF_A_JUDGE = {"api_base": "URL", "start_command": "[]", "api_key_env": "''"}
-"""Keys that decide who gets the data and which secret, with what to write in their place."""
 
 
 @printing.program
@@ -127,17 +125,9 @@ def prepared(
     settings = [each for each in args.set if not first or re.split("[.=]", each)[0] in READ]
     config, _ = config_for_use(trained, settings, args.device, replaced=values, read=read)
     resolved = build.resolve(config)
-    stated = {setting.partition("=")[0].strip() for setting in args.set}
-    for key, part in () if first or trained.trusted else resolved.by_judge.items():
-        own = {name: getattr(part.config.judge, name) for name in OF_A_JUDGE}
-        foreign = [name for name in own if own[name] and f"{key}.{name}" not in stated]
-        if part.needs_judge and foreign:
-            what = ", ".join(f"{name} {own[name]}" for name in foreign)
-            remedy = " ".join(f"--set {key}.{name}={OF_A_JUDGE[name]}" for name in foreign)
-            raise ValueError(
-                f"{trained.name}: {key} is the run's ({excerpt(what, 300)}), and would get your "
-                f"data: --trust if the run is yours, or name your own: {remedy}"
-            )
+    for key, part in () if first else resolved.by_judge.items():
+        if part.needs_judge:
+            require_own(trained, key, part.config.judge, args.set)
     if args.data and not first:
         section = _read_as(resolved, args.data)
         held_out = DataConfig(train=[], validation=[section], on_bad_row=config.data.on_bad_row)
