@@ -1,8 +1,8 @@
 """The tiny FLUX.2-klein as an OpenAI-compatible images API, for runs with `images_api`.
 
 Answers `/v1/models` and `/v1/images/edits` (a form, or JSON with data URLs) on loopback. Equal
-words, pictures and seeds give equal pictures. Start it before the run, whose `renderer.api_base` is
-the same file: `python -m tiny_world.images_server <file for its URL> <model>`.
+words, pictures and seeds give equal pictures. Start it before the run, whose `renderer` has the
+same port and model: `python -m tiny_world.images_server <port> <model>`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from email.parser import BytesParser
@@ -19,7 +20,7 @@ from typing import Any
 
 from PIL import Image
 
-from tiny_world.judge_server import JudgeHandler, JudgeServer, main, picture_at, read_png
+from tiny_world.judge_server import JudgeHandler, JudgeServer, picture_at, read_png
 from tiny_world.scenes import IMAGE_SIDE_PX
 
 WEIGHTS = Path(__file__).parent / "weights/klein"
@@ -59,12 +60,12 @@ class ImagesHandler(JudgeHandler):
 
 
 class ImagesServer(JudgeServer):
-    """Serves on a free port, in a daemon thread, until `close()`."""
+    """Serves on loopback, in a daemon thread, until `close()`."""
 
     handler = ImagesHandler
 
-    def __init__(self, model: str) -> None:
-        """`model`: the served name, i.e. `renderer.model`; any other name gives a 404."""
+    def __init__(self, model: str, port: int = 0) -> None:
+        """As the judge's, with `renderer.model`."""
         import torch
         from diffusers import Flux2KleinPipeline
 
@@ -72,7 +73,7 @@ class ImagesServer(JudgeServer):
         self.pipeline = Flux2KleinPipeline.from_pretrained(WEIGHTS, torch_dtype=torch.float32)
         self.pipeline.set_progress_bar_config(disable=True)
         self._lock = threading.Lock()  # a pipeline draws one call at a time
-        super().__init__(model)
+        super().__init__(model, port)
 
     def draw(self, fields: dict[str, Any], sources: list[Image.Image]) -> list[Image.Image]:
         """`n` edits of the pictures by `prompt`, with the seeds `seed`, `seed + 1`, ..."""
@@ -117,5 +118,12 @@ def _base64_png(picture: Image.Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def main() -> None:
+    """Serve until a signal ends this process."""
+    port, model = sys.argv[1:]
+    with ImagesServer(model, int(port)):
+        threading.Event().wait()
+
+
 if __name__ == "__main__":
-    main(ImagesServer)
+    main()

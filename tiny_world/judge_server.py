@@ -90,14 +90,15 @@ class JudgeHandler(BaseHTTPRequestHandler):
 
 
 class JudgeServer:
-    """Serves on a free port, in a daemon thread, until `close()`."""
+    """Serves on loopback, in a daemon thread, until `close()`."""
 
     handler = JudgeHandler
 
-    def __init__(self, model: str) -> None:
-        """`model`: the served name, i.e. `judge.model`; any other name gives a 404."""
+    def __init__(self, model: str, port: int = 0) -> None:
+        """`model`: the served name, i.e. `judge.model`; any other name gives a 404. `port`: 0 = a
+        free one."""
         self.model = model
-        self._http = _Http(("127.0.0.1", 0), self.handler)
+        self._http = _Http(("127.0.0.1", port), self.handler)
         self._http.judge = self
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
