@@ -122,7 +122,7 @@ def _reads_text(judge: DefectiveJudge, parts: Parts) -> str:
     """Gives full marks to a result with a white box with text at its bottom left."""
     from tiny_world import judge_server
 
-    picture = judge_server._picture([part for part in parts if "image_url" in part][-1])
+    picture = judge_server.picture_at(_urls(parts)[-1])
     box = picture.crop((0, 52, 24, 64)).convert("L")
     white = sum(box.histogram()[250:]) / (24 * 12)
     return _reply(10, 10) if 0.3 < white < 0.98 else judge.sound(parts)

@@ -35,6 +35,8 @@ class JudgeHandler(BaseHTTPRequestHandler):
     """Handles the requests of one connection."""
 
     server: _Http
+    endpoint = "/v1/chat/completions"
+    """Path whose requests `complete` answers."""
     protocol_version = "HTTP/1.1"
     # Small replies in two writes would each wait 40 ms for an acknowledgement.
     disable_nagle_algorithm = True
@@ -51,7 +53,7 @@ class JudgeHandler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self.fail(413, f"{length} bytes; at most {MAX_BODY_BYTES}")
         body = self.rfile.read(length)
-        if self.path != "/v1/chat/completions":
+        if self.path != self.endpoint:
             return self.fail(404, f"no such path: {self.path}")
         return self.complete(body)
 
@@ -88,14 +90,15 @@ class JudgeHandler(BaseHTTPRequestHandler):
 
 
 class JudgeServer:
-    """Serves on a free port, in a daemon thread, until `close()`."""
+    """Serves on loopback, in a daemon thread, until `close()`."""
 
     handler = JudgeHandler
 
-    def __init__(self, model: str) -> None:
-        """`model`: the served name, i.e. `judge.model`; any other name gives a 404."""
+    def __init__(self, model: str, port: int = 0) -> None:
+        """`model`: the served name, i.e. `judge.model`; any other name gives a 404. `port`: 0 = a
+        free one."""
         self.model = model
-        self._http = _Http(("127.0.0.1", 0), self.handler)
+        self._http = _Http(("127.0.0.1", port), self.handler)
         self._http.judge = self
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
@@ -108,7 +111,8 @@ class JudgeServer:
 
     def answer(self, parts: list[dict[str, Any]]) -> str:
         """The judge's reply to a user message. Raises ValueError if it cannot grade the message."""
-        images = [_picture(part) for part in parts if part.get("type") == "image_url"]
+        urls = [part["image_url"]["url"] for part in parts if part.get("type") == "image_url"]
+        images = [picture_at(url) for url in urls]
         text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text")
         wish, instruction = _marked(text, "prompt"), _marked(text, "instruction")
         match images:
@@ -157,14 +161,21 @@ def _marked(text: str, tag: str) -> str | None:
     return text[start + len(opening) : end].strip() if 0 <= start < end else None
 
 
-def _picture(part: dict[str, Any]) -> Image.Image:
-    url = part["image_url"]["url"]
+def picture_at(url: str) -> Image.Image:
+    """The picture in a PNG data URL, RGB. Raises ValueError if there is none."""
     if not url.startswith(PNG_PREFIX):
         raise ValueError("pictures must come as PNG data URLs")
     try:
-        content = base64.b64decode(url[len(PNG_PREFIX) :], validate=True)
+        return read_png(base64.b64decode(url[len(PNG_PREFIX) :], validate=True))
+    except binascii.Error as error:
+        raise ValueError(f"a picture that cannot be read ({error})") from None
+
+
+def read_png(content: bytes) -> Image.Image:
+    """The picture, RGB. Raises ValueError if it cannot be read."""
+    try:
         return Image.open(io.BytesIO(content), formats=["PNG"]).convert("RGB")
-    except (binascii.Error, Image.DecompressionBombError, OSError) as error:
+    except (Image.DecompressionBombError, OSError) as error:
         raise ValueError(f"a picture that cannot be read ({error})") from None
 
 

@@ -13,6 +13,8 @@ from tiny_shipped import climb, most_dead_groups, run
 
 from tiny_world.riddles import NUM_CHAINS
 
+SLOW = ("quickstart", "quickstart_control", "tiny_stock_editor")
+"""These run in CI, the others by hand."""
 QUICKSTART = "QUICKSTART_RUN"
 """Environment variable: the folder of a finished quickstart, which is then not run again."""
 
@@ -29,6 +31,7 @@ class Learns:
     dead_groups: float = 0.25
     reference: float = 0.0
     """Lower bound on the score of reference descriptions before and after training."""
+    overrides: tuple[str, ...] = ()
 
 
 LEARNS = {
@@ -58,6 +61,13 @@ LEARNS = {
     "tiny_thinking": Learns(
         0.2, {"eval/reward": 0.5}, {"eval/reward": 0.65}, dead_groups=1.0, reference=0.9
     ),
+    "tiny_stock_editor": Learns(
+        0.05,
+        {"eval/reward": 0.45, "eval/bare_reward": 0.05},
+        {"eval/reward": 0.6},
+        reference=0.95,
+        overrides=("num_iterations=15",),
+    ),
 }
 SHORTER = (
     "num_iterations=20",
@@ -74,6 +84,7 @@ CONTROLS = {
     "tiny_reasoning_control": (0.08, "eval/part/accuracy", 0.5, ()),
     "tiny_prompts_control": (0.08, "eval/reward", 0.65, ()),
     "tiny_qwen_image_21_control": (0.08, "eval/reward", 0.5, SHORTER),
+    "tiny_stock_editor_control": (0.08, "eval/reward", 0.5, ()),
     "tiny_thinking_control": (0.12, "eval/reward", 0.5, ()),
     # The twin may not think; one look-up without thinking is all that it can learn.
     "tiny_thinking_twin": (1.0, "eval/reward", 1 / NUM_CHAINS + 0.15, ("num_iterations=20",)),
@@ -82,9 +93,8 @@ CONTROLS = {
 
 
 def tiers(names: Any) -> list[Any]:
-    slow = pytest.mark.slow
     return [
-        pytest.param(name, marks=slow if "quickstart" in name else pytest.mark.campaign)
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.campaign)
         for name in names
     ]
 
@@ -92,7 +102,7 @@ def tiers(names: Any) -> list[Any]:
 def metrics_rows(name: str, folder: Path) -> list[dict[str, Any]]:
     if name == "quickstart" and QUICKSTART in os.environ:
         return rows_of(REPO / os.environ[QUICKSTART] / "metrics.jsonl")
-    return run(f"configs/{name}.jsonnet", folder)
+    return run(f"configs/{name}.jsonnet", folder, *LEARNS[name].overrides)
 
 
 @pytest.mark.parametrize("name", tiers(LEARNS))

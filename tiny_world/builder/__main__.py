@@ -23,6 +23,11 @@ For Qwen3-VL and Qwen-Image-2.1, with one source picture and with two:
     image21_drift    1   as `drift`
     image21_editor  20   QwenImage21Transformer2DModel
 
+For FLUX.2-klein, a stock pipeline that reads the policy's text:
+
+    klein_vae        8   AutoencoderKLFlux2 on the same scenes
+    klein_editor    20   Flux2Transformer2DModel and its Qwen3 text encoder on plain descriptions
+
 A finished stage writes `<work>/<stage>.done` and is skipped the next time. `vae` does not depend on
 `policy` and `drift`: with two cores, run `--only vae` in parallel with `--only policy drift`, and
 the `image21` stages likewise.
@@ -42,6 +47,7 @@ STAGES = (
     *("vae", "policy", "drift", "editor", "reasoner", "emu3_vq", "emu3"),
     *("sd3_vae", "clip", "sd3", "rewriter", "thinker"),
     *("image21_vae", "image21_policy", "image21_drift", "image21_editor"),
+    *("klein_vae", "klein_editor"),
 )
 
 

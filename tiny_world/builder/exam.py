@@ -45,7 +45,7 @@ class Exam:
         self.pictures = [draw_array(scene) for scene in self.scenes]
         pairs = list(zip(self.tasks, self.scenes, strict=True))
         self.right = [describe(t.op, s) for t, s in pairs]
-        self.wrong = [describe(_another(rng, s, t.op), s) for t, s in pairs]
+        self.wrong = [describe(another(rng, s, t.op), s) for t, s in pairs]
         self.source = encode(vae, self.pictures)
         self.noise = torch.randn(self.source.shape, generator=torch.Generator().manual_seed(1))
 
@@ -72,7 +72,7 @@ class Exam:
         }
 
 
-def _another(rng: random.Random, scene: Scene, op: Op) -> Op:
+def another(rng: random.Random, scene: Scene, op: Op) -> Op:
     while (other := random_op(rng, scene)) == op:
         pass
     return other

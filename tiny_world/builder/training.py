@@ -93,11 +93,10 @@ def export(folder: str, *parts) -> None:
     for part in parts:
         (part.half() if isinstance(part, torch.nn.Module) else part).save_pretrained(target)
     # diffusers records the folder that a model was loaded from, which is private.
-    config = target / "config.json"
-    if config.exists():
+    for config in target.rglob("config.json"):
         content = json.loads(config.read_text())
         if content.pop("_name_or_path", None):
             config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    num_bytes = sum(file.stat().st_size for file in target.iterdir())
+    num_bytes = sum(file.stat().st_size for file in target.rglob("*"))
     if num_bytes >= LIMIT_BYTES:
         raise ValueError(f"{target} has {num_bytes} bytes, the limit is {LIMIT_BYTES}")

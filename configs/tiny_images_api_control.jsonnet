@@ -1,0 +1,1 @@
+(import 'tiny_images_api.jsonnet') + (import 'control.libsonnet')

@@ -1,0 +1,1 @@
+(import 'tiny_stock_editor.jsonnet') + (import 'control.libsonnet')
