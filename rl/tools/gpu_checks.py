@@ -118,7 +118,7 @@ class Setup:
             words += [] if self.tiny else ["renderer.dtype=bfloat16"]
         if not self.tiny:
             words += ["policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm"]
-            words += [f"gpu_gb={int(self.gpu_gb)}"]
+            words.append(f"gpu_gb={int(self.gpu_gb)}")
         return [path, *words, *more]
 
 

@@ -194,6 +194,8 @@ def summary(
 ) -> list[str]:
     """The lines of the report. `control`: the run's rewards are shuffled."""
     result = learnt(evaluations)
+    if result is None:  # there is nothing that it could have drifted from
+        metrics = [{n: row[n] for n in row if not n.startswith("drift/")} for row in metrics]
     if not evaluations:
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
     elif result is None:

@@ -97,17 +97,16 @@ class Tally:
 # CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the
 # GPU is zeros or True. Needs `load_cuda_guard()` before the first `import torch`.
 
-aten = torch.ops.aten
 MAX_FETCHED_BYTES = 2**26
 """A larger tensor that is copied to the host stays fake there."""
 NEED_VALUES = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten.equal.default,
-    aten.is_nonzero.default,
-    aten._unique2.default,
-    aten.unique_consecutive.default,
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "unique_consecutive",
 }
 """Operations whose result's size or value the host needs."""
 ONE_DTYPE = {
@@ -145,17 +144,17 @@ class FakeGpu(TorchDispatchMode):
         is_born_fake = self.host_is_fake and not leaves and str(device) != "meta"
         if not is_fake and not is_born_fake and (device is None or device.type != "cuda"):
             return func(*args, **kwargs)
-        if func in NEED_VALUES:
+        name = func.__name__.split(".")[0]
+        if name in NEED_VALUES:
             on_device = partial(self._on_device, device=args[0].device)
             return tree_map_only(torch.Tensor, on_device, func(*tree_map(on_host, args), **kwargs))
-        is_fetched = func is aten._to_copy.default and str(device) == "cpu"
+        is_fetched = name == "_to_copy" and str(device) == "cpu"
         if is_fetched and not self.host_is_fake and args[0].nbytes <= MAX_FETCHED_BYTES:
             return on_host(args[0]).to(kwargs.get("dtype") or args[0].dtype)
-        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0]
-        if func is aten.index.Tensor:
+        if name == "index":
             args = (args[0], self._without_masks(args[1], args[0].device))
-        name = func.__name__.split(".")[0]
         dtypes = {str(leaf.dtype) for leaf in leaves if leaf.dtype.is_floating_point}
         if name in ONE_DTYPE and len(dtypes) > 1:
             raise RuntimeError(f"{name} of {' and '.join(sorted(dtypes))}, which a GPU refuses")
@@ -222,7 +221,7 @@ def _flash(
     if enable_gqa and key.shape[1] != query.shape[1]:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    attend = aten._scaled_dot_product_flash_attention
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
     return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 

@@ -453,8 +453,9 @@ def _data_url(picture: Image) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked, 3 undecided."""
     parser = printing.Parser("rl judge", __doc__)
-    actions = ("audit", "attack")
-    parser.add_argument("action", choices=actions, metavar="action", help="audit or attack")
+    parser.add_argument(
+        "action", choices=("audit", "attack"), metavar="action", help="audit or attack"
+    )
     parser.add_config()
     parser.add_argument(
         "--cases", type=at_least_one, default=NUM_CASES, metavar="N", help="samples: 64"
@@ -518,8 +519,8 @@ async def _run(args: argparse.Namespace, key: str, resolved: Resolved) -> int:
                 await audit(resolved.rewards[name], client, device, cases, config.judge)
                 for name in names
             ]
-            for audit in audits:
-                print("\n".join(audit_lines(audit)))
+            for each in audits:
+                print("\n".join(audit_lines(each)))
             undecided = 3 * any(audit.doubts for audit in audits)
             code = 1 if any(audit.failures for audit in audits) else undecided
             page = file.with_name(f"{key.removesuffix('judge')}{file.stem}.html")
@@ -550,9 +551,9 @@ async def _at_start(key: str, log: str, *api_bases: str) -> int:
         ]
     save_results(resolved, audits=audits)
     took = duration(time.monotonic() - started)
-    for audit in audits:
-        passed = [f"{audit.reward}: PASS in all {len(audit.kinds)} kinds, {took}"]
-        print("\n".join(audit_lines(audit) if audit.failures or audit.doubts else passed))
+    for each in audits:
+        passed = [f"{each.reward}: PASS in all {len(each.kinds)} kinds, {took}"]
+        print("\n".join(audit_lines(each) if each.failures or each.doubts else passed))
     return 0
 
 

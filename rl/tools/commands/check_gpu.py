@@ -262,7 +262,14 @@ def _last_of(log: Path) -> str:
 _HERE, _MODELS = "rl.tools.commands.check_gpu", "rl.tools.gpu_steps"
 LOOP, ENGINE, SLEEP = f"{_HERE}:loop", f"{_MODELS}:engine", f"{_MODELS}:sleep"
 KERNEL, NO_VLLM = {"policy.attn_implementation": "sdpa"}, {"engine.type": "transformers"}
-TRANSFORMERS = "engine.type=transformers"
+LOOPS = {
+    "edit": "quickstart",
+    "image_21": "tiny_qwen_image_21",
+    "earl": "tiny_earl",
+    "prompts": "tiny_prompts",
+    "reasoning": "tiny_reasoning",
+}
+"""Name of a step -> its shipped config."""
 
 
 def _vllm(name: str, function: str, limit_s: float, *arguments: str) -> Step:
@@ -282,11 +289,10 @@ STEPS = (
     _vllm("vllm_deepstack", ENGINE, 180, "deepstack", "tiny_qwen_image_21"),
     _vllm("vllm_grammar", ENGINE, 180, "grammar", "tiny_earl"),
     _vllm("loop_vllm", LOOP, 240, "quickstart", "engine.type=vllm"),
-    Step("loop_edit", LOOP, 180, ("quickstart", TRANSFORMERS)),
-    Step("loop_image_21", LOOP, 180, ("tiny_qwen_image_21", TRANSFORMERS)),
-    Step("loop_earl", LOOP, 180, ("tiny_earl", TRANSFORMERS)),
-    Step("loop_prompts", LOOP, 180, ("tiny_prompts", TRANSFORMERS)),
-    Step("loop_reasoning", LOOP, 180, ("tiny_reasoning", TRANSFORMERS)),
+    *(
+        Step(f"loop_{name}", LOOP, 180, (config, "engine.type=transformers"))
+        for name, config in LOOPS.items()
+    ),
     Step("collectives", f"{_HERE}:collectives", 180),
     _memory("memory_image_21", "transformer", "qwen_image_21"),
     _memory("memory_policy", "policy"),

@@ -160,10 +160,12 @@ def _parser(is_enhance: bool) -> argparse.ArgumentParser:
             "1024x768, or 1024: area about 1024 x 1024, the source's aspect; default: the run's"
         ),
     )
-    text = drawing("draw only the edit: no comparison sheet")
-    add("--only-edit", action="store_true", help=text)
-    text = drawing("draw no picture, and load no renderer; as rl enhance")
-    add(ENHANCE_OPTION, action="store_true", help=text)
+    add("--only-edit", action="store_true", help=drawing("draw only the edit: no comparison sheet"))
+    add(
+        ENHANCE_OPTION,
+        action="store_true",
+        help=drawing("draw no picture, and load no renderer; as rl enhance"),
+    )
     add("--batch-size", type=at_least_one, default=4, help="requests at once")
     add("--device", default="auto", help="default: CUDA, else the CPU")
     add(

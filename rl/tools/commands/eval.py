@@ -209,9 +209,7 @@ def evaluated(trained: Trained, config: RunConfig, args: argparse.Namespace) -> 
         metrics = evaluate(rollout, engine, held_out, iteration, folder, dist, timer, writer)
         writer.flush()
         record.write_config()
-        # An evaluation has nothing that it could have drifted from.
-        kept = {n: v for n, v in dist.reduce(metrics).items() if not n.startswith("drift/")}
-        record.write_metrics(iteration, kept)
+        record.write_metrics(iteration, dist.reduce(metrics))
     return folder
 
 

@@ -128,7 +128,8 @@ def record_entry(cls: Any) -> Entry:
     }
     rows = [
         (
-            *(field.name, str(field.type)),
+            field.name,
+            str(field.type),
             ""
             if field.default is field.default_factory is MISSING
             else repr({} if field.default is MISSING else field.default),

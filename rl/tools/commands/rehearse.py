@@ -37,8 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
     parser = printing.Parser("rl rehearse", __doc__)
     parser.add_config()
-    depth = "N layers (at least 1) in every model, at their real widths"
-    parser.add_argument("--depth", type=at_least_one, metavar="N", help=depth)
+    parser.add_argument(
+        "--depth",
+        type=at_least_one,
+        metavar="N",
+        help="N layers (at least 1) in every model, at their real widths",
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
