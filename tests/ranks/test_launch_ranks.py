@@ -32,10 +32,14 @@ Launch = Callable[..., BaseProcess]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def config(tmp_path: Path) -> Path:
+    return tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
+
+
+@pytest.fixture
+def launch(tmp_path: Path, config: Path) -> Iterator[Launch]:
     """Starts launchers: forked ones, as each new interpreter would import torch. Their ranks are
     new interpreters."""
-    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     started = []
 
     def start(mode: str, *options: str, folder: Path = tmp_path) -> BaseProcess:
@@ -159,9 +163,12 @@ def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Pat
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
 def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
-    launch: Launch, num_ranks: str
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: str
 ) -> None:
-    errors = errors_of(launch("leaves", "--nproc", num_ranks), 1)
+    """Launched by this process: the server that forks others takes seconds to start."""
+    os.environ |= environment(TEST_FOLDER=str(tmp_path), TEST_MODE="leaves")
+    monkeypatch.chdir(ROOT)
+    errors = refusal(main, ["--nproc", num_ranks, str(WORKER), str(config)])
     assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
 
 
@@ -318,9 +325,8 @@ def test_the_launch_command_of_earl_works(tmp_path, monkeypatch, capsys) -> None
     assert "on each of 2 ranks" in capsys.readouterr().out
 
 
-def test_a_run_folder_that_cannot_be_created_is_named(tmp_path, capsys) -> None:
+def test_a_run_folder_that_cannot_be_created_is_named(tmp_path: Path, config: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     errors = refusal(main, [str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}"])
     assert f"base_exp_dir: {tmp_path / 'file'}" in errors
 
