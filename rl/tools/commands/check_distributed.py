@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Sum = Callable[["torch.Tensor"], "torch.Tensor"]
 """A tensor -> its sum over all ranks."""
 TIMEOUT_S = 120.0
-"""If the sums have not finished by then, the ranks or the communicator in use count as hung."""
+"""If the sums have not finished by then, the communicator in use counts as hung."""
 NUM_VALUES = 1_000_003
 """Odd and several MB, so that every chunked path runs, the shorter last chunk included."""
 
@@ -28,10 +28,10 @@ def main() -> None:
     printing.guard()
     import torch.distributed  # noqa: F401 # before the timer: a slow disk is no hang
 
-    timer = threading.Timer(TIMEOUT_S, give_up, [os.environ.get("RANK", "0")])
-    timer.daemon = True
-    timer.start()
+    timer = deadline()
     dist = Dist.from_env()  # the ranks meet here
+    timer.cancel()
+    timer = deadline()
     for name, device, sum_ in communicators(dist):
         if isinstance(sum_, str):
             line = f"{name} skipped: {sum_}"
@@ -44,6 +44,14 @@ def main() -> None:
             print(line, flush=True)
     timer.cancel()
     dist.close()
+
+
+def deadline() -> threading.Timer:
+    """Ends this process unless it is cancelled within `TIMEOUT_S`."""
+    timer = threading.Timer(TIMEOUT_S, give_up, [os.environ.get("RANK", "0")])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def give_up(rank: str) -> None:
