@@ -26,7 +26,7 @@ For Qwen3-VL and Qwen-Image-2.1, with one source picture and with two:
 For FLUX.2-klein, a stock pipeline that reads the policy's text:
 
     klein_vae        8   AutoencoderKLFlux2 on the same scenes
-    klein_editor    20   Flux2Transformer2DModel and its Qwen3 text encoder on plain descriptions
+    klein_editor    11   Flux2Transformer2DModel and its Qwen3 text encoder on plain descriptions
 
 A finished stage writes `<work>/<stage>.done` and is skipped the next time. `vae` does not depend on
 `policy` and `drift`: with two cores, run `--only vae` in parallel with `--only policy drift`, and
