@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 import pytest
 
+from rl.ranks.signals import STOP_SIGNALS
+
 gc.disable()  # until all tests are imported, see `pytest_collection`
 
 _CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
@@ -31,11 +33,6 @@ for _name, _value in {
     "WANDB_MODE": "offline",
 }.items():
     os.environ.setdefault(_name, _value)
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
 
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text(encoding="utf-8"))
 TIERS = {"not slow": "fast", "slow": "slow"}
@@ -134,6 +131,9 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
 
 
 def _seed() -> None:
+    import numpy as np
+    import torch  # not by the process that only gives tests to its workers, and makes them wait
+
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` also notes the stack, for CUDA
@@ -158,6 +158,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _own_state(tmp_path: Path) -> Iterator[None]:
     """Each test starts in its own empty folder with the same random numbers; afterwards the state
     of the process is restored, so that the order of tests does not matter."""
+    import numpy as np
+    import torch
+
     path, handlers = list(sys.path), {n: signal.getsignal(n) for n in STOP_SIGNALS}
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     grad = torch.is_grad_enabled()
