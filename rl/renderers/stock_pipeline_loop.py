@@ -149,13 +149,13 @@ class StockLoop(DiffusionLoop[Config, Any]):
         return pictures.float().cpu()
 
     def _num_cut(self, prompt: str) -> int | None:
-        """Tokens of the prompt that the pipeline does not read, None if it lacks that tokenizer;
-        warns once of the first such prompt."""
+        """Tokens of the prompt that the pipeline does not read; None: not known. Warns once of the
+        first such prompt."""
         call, tokenizer = self.config.call, getattr(self.parts, self.config.call.tokenizer, None)
         limit = {**call.arguments, **self.config.arguments}.get("max_sequence_length")
         limit = call.max_tokens if limit is None else limit
         if not limit or tokenizer is None:
-            return None if limit else 0
+            return None
         ids = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
         cut = max(0, len(ids) + call.added_tokens - limit)
         if cut and not self._warned:
