@@ -70,8 +70,8 @@ class Config(PluginConfig):
     """Width that is asked for."""
     extra: dict[str, Any] = {}
     """Further fields of every request, or other values of those that the run sends:
-    num_inference_steps, guidance_scale, negative_prompt, quality, ... Many servers ignore what they
-    do not know."""
+    num_inference_steps, guidance_scale, negative_prompt, quality, ... null leaves a field out. Many
+    servers ignore what they do not know."""
     price_per_picture: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """For `renderer/cost`, in any currency."""
     max_concurrency: Annotated[int, Field(ge=1, le=10_000)] = 8
@@ -155,8 +155,9 @@ class ImagesClient(JudgeClient):
         }
         if config.width_px:
             fields["size"] = f"{config.width_px}x{config.height_px}"
+        fields |= config.extra
         request = PictureRequest(
-            fields | config.extra,
+            {name: value for name, value in fields.items() if value is not None},
             asking.content,
             shape=min(len(sources), 2),
             path="/images/edits" if sources else "/images/generations",
@@ -194,6 +195,8 @@ class ImagesApi(Renderer[Config]):
             yield str(error).removeprefix(f"{SECTION}.")
         if (config.height_px is None) != (config.width_px is None):
             yield "height_px: give both height_px and width_px, or neither"
+        if fixed := sorted({"prompt", "image", "image[]"} & config.extra.keys()):
+            yield f"extra: {', '.join(fixed)}: set by the run itself; drop it"
         if run.pool:
             yield "type: its pictures are drawn elsewhere; drop render_pool"
 

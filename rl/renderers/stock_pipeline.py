@@ -77,6 +77,8 @@ class StockPipeline(DiffusionRenderer[Config]):
             problems.append("height_px: give height_px and width_px, or neither")
         if config.height_px and not call.sized:
             problems.append(f"height_px: {config.pipeline} takes no size; drop both sides")
+        if call.together == "all" and call.max_images > 1:
+            problems.append("record.max_images: together 'all' has one each; set together 'group'")
         if taken := {*config.arguments, *call.arguments} & {*OWN_ARGUMENTS, call.image, call.area}:
             names = ", ".join(sorted(map(str, taken)))
             problems.append(f"arguments: {names}: set by the run itself; drop them")

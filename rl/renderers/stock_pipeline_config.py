@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ class Record(Section):
     """How a pipeline is called. `RECORDS` has those that are known; of any other pipeline the keys
     begin with these defaults."""
 
-    image: str | None = "image"
+    image: Annotated[str, Field(min_length=1)] | None = "image"
     """Keyword of the source pictures; null = it takes none, and draws from the words alone."""
     max_images: Annotated[int, Field(ge=1, le=16)] = 1
     """Limit of source pictures per sample, for which memory is planned. Above 1, a call gets them
@@ -118,15 +119,15 @@ class Config(FrozenModelConfig):
     @property
     def call(self) -> Record:
         """The pipeline's record, with the keys that `record` sets."""
+        known = RECORDS.get(self.pipeline.removeprefix("diffusers."), Record())
         return Record(
-            **RECORDS.get(self.pipeline, Record()).model_dump(exclude_unset=True)
-            | self.record.model_dump(exclude_unset=True)
+            **known.model_dump(exclude_unset=True) | self.record.model_dump(exclude_unset=True)
         )
 
     def prompt_of(self, words: str) -> str:
         """What the pipeline gets as its prompt."""
-        prompt = self.call.prompt.replace("{json}", json.dumps(words, ensure_ascii=False))
-        return prompt if "{json}" in self.call.prompt else prompt.replace("{words}", words)
+        forms = {"{words}": words, "{json}": json.dumps(words, ensure_ascii=False)}
+        return re.sub("{words}|{json}", lambda found: forms[found[0]], self.call.prompt)
 
 
 def batch_of(config: Config, job: RenderJob) -> tuple[Hashable, int]:

@@ -110,7 +110,8 @@ class StockLoop(DiffusionLoop[Config, Any]):
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Any = None) -> torch.Tensor:
         """Render a batch: [B, 3, H, W], float32 on the CPU, -1..1."""
-        self._cut_tokens += [self._num_cut(self.config.prompt_of(job.payload)) for job in jobs]
+        cuts = [self._num_cut(self.config.prompt_of(job.payload)) for job in jobs]
+        self._cut_tokens += [cut for cut in cuts if cut is not None]
         return 2 * self._draw(jobs) - 1
 
     def _draw(self, jobs: Sequence[RenderJob]) -> torch.Tensor:
@@ -143,16 +144,18 @@ class StockLoop(DiffusionLoop[Config, Any]):
             ).images
         if not isinstance(pictures, torch.Tensor):
             pictures = torch.stack(list(pictures))
+        if len(pictures) != len(jobs):
+            raise ValueError(f"{len(pictures)} pictures for {len(jobs)} prompts")
         return pictures.float().cpu()
 
-    def _num_cut(self, prompt: str) -> int:
-        """Tokens of the prompt that the pipeline does not read; warns once of the first such
-        prompt."""
+    def _num_cut(self, prompt: str) -> int | None:
+        """Tokens of the prompt that the pipeline does not read; None: not known. Warns once of the
+        first such prompt."""
         call, tokenizer = self.config.call, getattr(self.parts, self.config.call.tokenizer, None)
         limit = {**call.arguments, **self.config.arguments}.get("max_sequence_length")
         limit = call.max_tokens if limit is None else limit
         if not limit or tokenizer is None:
-            return 0
+            return None
         ids = tokenizer(prompt, add_special_tokens=False, verbose=False).input_ids
         cut = max(0, len(ids) + call.added_tokens - limit)
         if cut and not self._warned:
@@ -172,6 +175,7 @@ class StockLoop(DiffusionLoop[Config, Any]):
         fails, or changes a picture, pictures are drawn one by one from now on."""
         name, jobs = self.config.pipeline, trial_jobs(self.config)
         try:
+            self._num_cut(self.config.prompt_of(jobs["base"].payload))
             alone = {job: self._draw([jobs[job]])[0] for job in jobs}
             again = self._draw([jobs["base"]])[0]
         except Exception as error:
@@ -182,6 +186,11 @@ class StockLoop(DiffusionLoop[Config, Any]):
                 "check renderer.arguments and renderer.record (image: null where it takes no "
                 "picture)"
             ) from error
+        if not all(((picture >= 0) & (picture <= 1)).all() for picture in alone.values()):
+            raise ValueError(
+                f"renderer.pipeline: a trial of {name} draws NaN, or values beyond 0..1; try "
+                "another renderer.dtype (of your own class: a tensor of 0..1 for output_type 'pt')"
+            )
         effects = {job: distance(alone["base"], alone[job]) for job in jobs if job != "base"}
         noise = effects.pop("noise")
         for job, effect in effects.items():
@@ -209,19 +218,21 @@ class StockLoop(DiffusionLoop[Config, Any]):
         """What is wrong with drawing `jobs` together, whose pictures drawn alone are `alone`; '' if
         nothing is, or they never share a batch."""
         key, limit = batch_of(self.config, jobs["base"])
-        names = [name for name in jobs if batch_of(self.config, jobs[name])[0] == key][:limit]
-        if len(names) == 1:
+        if limit == 1:
             return ""
+        names = [name for name in jobs if batch_of(self.config, jobs[name])[0] == key]
+        apart: list[float] = []
         try:
-            drawn = self._draw([jobs[name] for name in names])
-            apart = max(
-                distance(alone[name], picture) for name, picture in zip(names, drawn, strict=True)
-            )
+            # The first and the last: in one of them an input differs, even if a batch has two.
+            for part in dict.fromkeys([tuple(names[:limit]), tuple(names[-limit:])]):
+                drawn = self._draw([jobs[name] for name in part])
+                apart += map(distance, (alone[name] for name in part), drawn)
         except Exception as error:
             if is_lost_device(error):
                 raise
             return f"fails ({type(error).__name__}: {error})"
-        return "" if apart <= most_apart else f"changes a picture by {apart:.2g} on average"
+        wrong = [each for each in apart if not each <= most_apart]
+        return f"changes a picture by {max(wrong):.2g} on average" if wrong else ""
 
 
 def trial_jobs(config: Config) -> dict[str, RenderJob]:
@@ -229,9 +240,14 @@ def trial_jobs(config: Config) -> dict[str, RenderJob]:
     size = (config.width_px or TRIAL_SIDE_PX, config.height_px or TRIAL_SIDE_PX)
     gradient = Image.linear_gradient("L").resize(size)
     turned = gradient.rotate(180)
+    pictures = [
+        Image.merge("RGB", bands)
+        for bands in [(gradient, turned, gradient), (turned, turned, gradient)]
+    ]
+    others = pictures[:1] if config.call.max_images > 1 else []  # the last one is to be read, too
     samples = [
-        Sample(id=f"trial {i}", instruction="", sources=(Image.merge("RGB", bands),))
-        for i, bands in enumerate([(gradient, turned, gradient), (turned, turned, gradient)])
+        Sample(id=f"trial {i}", instruction="", sources=(*others, picture))
+        for i, picture in enumerate(pictures)
     ]
     words = "Turn the sky orange.", "Add a small white boat on the left."
     jobs = {

@@ -34,7 +34,7 @@ def outcomes_of(jobs: Sequence[RenderJob], *servers: ImagesServer | str, **chang
 @pytest.mark.parametrize("num_sources", [0, 1, 3])
 def test_a_request_has_words_seed_sources_and_further_fields(num_sources: int) -> None:
     job = job_of("paint it", 1, num_sources)
-    extra = {"num_inference_steps": 4, "negative_prompt": "blur"}
+    extra = {"num_inference_steps": 4, "negative_prompt": "blur", "quality": None}
     with ImagesServer() as server:
         [picture], _ = outcomes_of([job], server, extra=extra, width_px=64, height_px=32)
     assert picture == expected(server, job) and picture.mode == "RGB"
@@ -208,6 +208,7 @@ def test_the_order_of_the_answers_changes_no_number_of_a_run(tmp_path: Path) -> 
         ({"api_base": "ftp://x"}, "api_base='ftp://x' ... not an http"),
         ({"api_key_env": "NOT_SET"}, "api_key_env names NOT_SET ... export"),
         ({"width_px": 64}, "height_px: give both"),
+        ({"extra": {"prompt": "a"}}, "extra: prompt"),
         ({}, "render_pool"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import _jsonnet
@@ -81,13 +82,30 @@ class Moody(Flux2KleinPipeline):
         return super().__call__(generator=generator.manual_seed(next(self.moods)), **options)
 
 
+class Twice(Flux2KleinPipeline):
+    """Draws two pictures of each prompt."""
+
+    def __call__(self, **options: Any) -> Any:
+        return super().__call__(num_images_per_prompt=2, **options)
+
+
+class Bright(Flux2KleinPipeline):
+    """Draws levels of 0..255."""
+
+    def __call__(self, **options: Any) -> Any:
+        return SimpleNamespace(images=super().__call__(**options).images * 255)
+
+
 @pytest.mark.parametrize(
     ("faulty", "changes", "word"),
     [
         (Deaf, {}, "another prompt"),
         (Blind, {}, "another source picture"),
         (Moody, {}, "same seed"),
+        (Twice, {}, "2 pictures"),
+        (Bright, {}, "0..1"),
         (Flux2KleinPipeline, {"arguments": {"strenght": 1.0}}, "strenght"),
+        (Flux2KleinPipeline, {"record": {"tokenizer": "vae"}}, "add_special_tokens"),
     ],
 )
 def test_a_pipeline_that_cannot_be_trained_on_is_refused(
@@ -99,16 +117,36 @@ def test_a_pipeline_that_cannot_be_trained_on_is_refused(
         loop.render(make_jobs())
 
 
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
 def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
-    caplog: pytest.LogCaptureFixture,
+    batch_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Flux2Klein takes a list of pictures as references for all prompts."""
-    loop = make_loop(KLEIN, record={"together": "all"})
+    loop = make_loop(KLEIN, record={"together": "all"}, batch_size=batch_size)
     jobs = make_jobs(same_source=False)
     drawn = dict(loop.render(jobs))
     assert "one by one" in caplog.text and loop.config.batch_size == 1
     alone = make_loop(KLEIN)
     assert [drawn[i] for i in range(3)] == [next(iter(alone.render([job])))[1] for job in jobs]
+
+
+class OfFirst(Flux2KleinPipeline):
+    """Reads the first source picture only, and draws a batch from the first seed."""
+
+    def __call__(self, *, image: Any, generator: Any, **options: Any) -> Any:
+        first = image[0] if isinstance(image, list) else image
+        if isinstance(generator, list):
+            generator = [generator[0].clone_state() for _ in generator]
+        return super().__call__(image=first, generator=generator, **options)
+
+
+def test_each_input_counts_in_a_batch_of_two_and_in_several_sources() -> None:
+    pipeline = OfFirst(**make_loop(KLEIN).parts.components, is_distilled=True)
+    loop = make_loop(KLEIN, pipeline, batch_size=2)
+    loop.try_out()
+    assert loop.config.batch_size == 1
+    with raising(ValueError, "renderer.pipeline ... another source picture"):
+        make_loop(KLEIN, pipeline, record={"max_images": 2}).try_out()
 
 
 def test_several_source_pictures_are_one_set_of_references() -> None:
@@ -122,6 +160,12 @@ def test_several_source_pictures_are_one_set_of_references() -> None:
     loop.try_out()
     [(_, failure)] = loop.render(several[2:])
     assert isinstance(failure, RenderFailure) and "max_images" in failure.reason
+
+
+def test_a_pipeline_without_its_tokenizer_reports_no_share() -> None:
+    loop = make_loop(KLEIN, record={"tokenizer": "tokenizer_3"})
+    list(loop.render(make_jobs()))
+    assert loop.take_metrics() == {}
 
 
 def test_what_the_text_limit_cuts_off_is_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,6 +183,7 @@ def test_what_the_text_limit_cuts_off_is_counted(caplog: pytest.LogCaptureFixtur
         ({}, 'a "b" {json}', 'a "b" {json}'),
         ({"pipeline": "BriaFiboEditPipeline"}, 'ä "b"', '{"edit_instruction": "ä \\"b\\""}'),
         ({"record": {"prompt": "Edit: {words}."}}, "a", "Edit: a."),
+        ({"record": {"prompt": "{words} {json}"}}, "{json}", '{json} "{json}"'),
     ],
 )
 def test_words_are_put_into_the_pipeline_s_prompt(
@@ -156,6 +201,7 @@ def test_words_are_put_into_the_pipeline_s_prompt(
         ({"height_px": 64, "width_px": 70}, "width_px: 70"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
         ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
+        ({"pipeline": "FluxKontextPipeline", "record": {"max_images": 2}}, "record.max_images"),
         ({"arguments": {"num_images_per_prompt": 2}}, "arguments: num_images_per_prompt"),
     ],
 )
@@ -163,6 +209,10 @@ def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
     found = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
     assert len(found) == (problem is not None)
     assert problem is None or re.match(problem, found[0])
+
+
+def test_a_pipeline_may_be_named_by_its_module() -> None:
+    assert Config(pipeline="diffusers.Flux2KleinPipeline").call == RECORDS[KLEIN]
 
 
 def test_every_known_pipeline_is_in_diffusers_and_every_known_editor_is_tried() -> None:
