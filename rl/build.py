@@ -385,11 +385,11 @@ def build_rewards(
 ) -> dict[str, Reward]:
     """Every reward, with the client of the judge that it asks. `judges`: by the keys of
     `Resolved.by_judge`."""
-    rewards: dict[str, Reward] = {}
-    for key, part in resolved.by_judge.items():
-        for name, plugin in part.rewards.items():
-            rewards[name] = _made(plugin, Resources(judges.get(key), dist.device))
-    return {name: rewards[name] for name in resolved.rewards}
+    judge_of = {name: key for key, part in resolved.by_judge.items() for name in part.rewards}
+    return {
+        name: _made(plugin, Resources(judges.get(judge_of[name]), dist.device))
+        for name, plugin in resolved.rewards.items()
+    }
 
 
 def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[float]:

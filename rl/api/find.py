@@ -214,14 +214,12 @@ def _variable_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) 
 
 def section_problems(
     cls: type[PluginBase[Any]], base: type[PluginBase[Any]], config: Any
-) -> list[str]:
+) -> Iterator[str]:
     """Call each class method whose only argument is the plugin's section; what is wrong with it."""
-    problems = []
     for name, member in _methods(base).items():
         parameters = inspect.signature(getattr(member, "__func__", member)).parameters
         if list(parameters) == ["cls", "config"]:
-            problems += ask(cls, name, config)[1]
-    return problems
+            yield from ask(cls, name, config)[1]
 
 
 def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> ValueAndProblems:

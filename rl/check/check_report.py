@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from rl.record.run_summary import LOCKS
 # Reports keys that are set without effect, or probably without the effect that the user means.
 
 
-def no_effect(resolved: Resolved) -> list[str]:
+def no_effect(resolved: Resolved) -> Iterator[str]:
     """'key: why' for each key that has no effect and is set to another value than its default."""
     config, renderer, policy = resolved.config, resolved.renderer, resolved.policy
     lora, algorithm, optimizer = policy.config.lora, config.algorithm, config.optimizer
@@ -69,16 +69,15 @@ def no_effect(resolved: Resolved) -> list[str]:
         "renderer.accepts": renderer.cls.accepts,
         "renderer.makes_images": renderer.cls.makes_images,
     }
-    problems = [*unread(config, facts)]
+    yield from unread(config, facts)
     kept, why_not_kept = memory_plan.kept_tokens(resolved)
     if not kept and optimizer.max_kept_tokens:
-        problems.append(f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})")
+        yield f"optimizer.max_kept_tokens: nothing can be kept ({why_not_kept})"
     for reward in resolved.rewards.values():
         if reward.keys.judge is not None and not reward.cls.needs_judge:
-            problems.append(f"{reward.key}.judge: reward {reward.name} asks no judge")
+            yield f"{reward.key}.judge: reward {reward.name} asks no judge"
     for plugin in resolved.plugins:
-        problems += unread(plugin.config, facts, f"{plugin.key}.")
-    return problems
+        yield from unread(plugin.config, facts, f"{plugin.key}.")
 
 
 def unread(
@@ -101,13 +100,12 @@ def unread(
             yield f"{at}{key}: {reason}"
 
 
-def doubtful(resolved: Resolved) -> list[str]:
+def doubtful(resolved: Resolved) -> Iterator[str]:
     """'key: why' for each key that is valid but probably does not do what the user means."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
-    problems = []
     for key, cuts in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k > 0)):
         if cuts:
-            problems.append(
+            yield (
                 f"sampling.{key}: {getattr(sampling, key):g} removes tokens, so the engine's "
                 "log-probs are of the truncated distribution, the trainer's of the full one: every "
                 "importance weight is below 1, mismatch/* measures the truncation, and an engine "
@@ -115,17 +113,16 @@ def doubtful(resolved: Resolved) -> list[str]:
                 f"{SamplingConfig.model_fields[key].default} (off)"
             )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
-        problems.append(
+        yield (
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "
             "deviation, which loss 'dr_grpo' avoids (Liu et al. 2025). Use 'none', or loss "
             "'grpo' or 'dapo'"
         )
     if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
-        problems.append(
+        yield (
             "algorithm.truncated_completions: 'mask' keeps an unfinished thought out of the loss, "
             "so the policy is never taught to end one. Use 'floor' or 'score'"
         )
-    return problems
 
 
 # ---- run folder ----------------------------------------------------------------------------------
@@ -195,28 +192,26 @@ BY_NAME = ("rewards", "weights")
 
 def dropped(
     path: str | Path, overrides: Sequence[str], resolved: Resolved | None = None
-) -> list[str]:
+) -> Iterator[str]:
     """'section: what it drops of the imported file, and how to keep it', for each section of the
     config in the file at `path` that is replaced without `+`. Given `resolved`, a dropped
     value that equals the default is not listed."""
     file = find_config(path)
     own = evaluate(file, overrides, os.environ)[0] if file else None
     if file is None or own is None:
-        return []
+        return
     name, base = base_of(file, os.environ, {key: own[key] for key in NAMES if key in own})
     now = {}
     if resolved is not None:
         now = dict(leaves(resolved.config.model_dump(mode="json")))
         for plugin in resolved.plugins:
             now |= leaves(plugin.config.model_dump(mode="json"), plugin.key)
-    lines = []
     for section, lost in _replaced(own, base, "\n".join([file.read_text("utf-8"), *overrides])):
         keys = [key for key, was in lost.items() if (f"{section}.{key}", was) not in now.items()]
         if keys:
             parts = section.split(".")
             keep = "+: { ".join([*parts, "..."]) + " }" * len(parts)
-            lines.append(f"{section}: drops {', '.join(keys)} of {name}; write {keep} to keep them")
-    return lines
+            yield f"{section}: drops {', '.join(keys)} of {name}; write {keep} to keep them"
 
 
 def explained(problems: Sequence[str], path: str | Path, overrides: Sequence[str]) -> list[str]:
@@ -304,15 +299,16 @@ def problems(config: RunConfig, with_data: bool = True) -> list[str]:
     return config_problems or dry_problems(resolved)
 
 
-def remarks(resolved: Resolved, drops: Sequence[str] = ()) -> dict[str, list[str]]:
+def remarks(resolved: Resolved, drops: Iterable[str] = ()) -> dict[str, list[str]]:
     """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one.
     `drops`: as from `dropped`."""
     lines_by_title = {
-        "replaced without +, which drops values of the imported file": [*drops],
+        "replaced without +, which drops values of the imported file": drops,
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
-    return {title: lines for title, lines in lines_by_title.items() if lines}
+    found = {title: list(lines) for title, lines in lines_by_title.items()}
+    return {title: lines for title, lines in found.items() if lines}
 
 
 def problems_here(
@@ -370,7 +366,7 @@ def report(
             for plugin in resolved.plugins
         ],
         "licences": [f"{part.key:<30} {part.text}" for part in licences(resolved)],
-        "placement": dist.describe(build.claims(resolved)),
+        "placement": list(dist.describe(build.claims(resolved))),
         "batch": _batch_lines(resolved, data.num_rows),
         "data": data.lines,
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
@@ -396,7 +392,7 @@ def report(
             failures += found if key == "judge" else [f"{key}: {text}" for text in found]
     blocks |= warnings
     num_warnings = sum(map(len, warnings.values()))
-    verdict, code = _verdict(failures, memory_plan.unknowns(resolved), num_warnings)
+    verdict, code = _verdict(failures, list(memory_plan.unknowns(resolved)), num_warnings)
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
 

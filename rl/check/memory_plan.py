@@ -349,7 +349,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     return Plan(items, engine, together_gb, stays)
 
 
-def _state_items(sizes: Sizes) -> list[Item]:
+def _state_items(sizes: Sizes) -> Iterator[Item]:
     """Items of the policy's weights, optimizer state and gradients."""
     ranks, stage = sizes.world_size, sizes.zero_stage
     full, trained = sizes.lora_rank is None, sizes.trained_params
@@ -367,25 +367,24 @@ def _state_items(sizes: Sizes) -> list[Item]:
     # While the judge grades, reference passes alternate with backwards that need no other rank: the
     # gradients of earlier groups exist during later reference passes.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
-    items = [
+    yield from (
         Item("policy weights", weights_gb, PHASES),
         # With LoRA, the adapter's weights, which are float32, are part of this item.
         Item("optimizer state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
         Item("gradients", gradient_gb, backward),
         Item("optimizer, workspace", step_bytes / 1e9, ("step",)),
-    ]
+    )
     if full and stage == 0 and sizes.bytes_per_weight != 4:  # summed in float32 after each backward
         once_gb = trained * sizes.bytes_per_weight / 1e9
-        items.append(Item("gradients of one backward", once_gb, ("learn",)))
+        yield Item("gradients of one backward", once_gb, ("learn",))
     if stage >= 1:
         bucket_gb = min(trained, BUCKET_PARAMS) * (sizes.bytes_per_weight if full else 4) / 1e9
-        items.append(Item("gradient bucket", bucket_gb, ("learn",)))
+        yield Item("gradient bucket", bucket_gb, ("learn",))
     if sizes.reads_reference:
-        items.append(Item("reference weights", sizes.weights_gb, ("reference",)))
-    return items
+        yield Item("reference weights", sizes.weights_gb, ("reference",))
 
 
-def _forward_items(sizes: Sizes) -> list[Item]:
+def _forward_items(sizes: Sizes) -> Iterator[Item]:
     """Items of the activations of the policy's forwards and backwards."""
     model, per_value = sizes.model, sizes.bytes_per_weight
     adapted = None if sizes.lora_rank is None else sizes.lora_modules
@@ -394,15 +393,14 @@ def _forward_items(sizes: Sizes) -> list[Item]:
     backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
     kept_early = ("condition", "render") if sizes.conditioning == "kept forward" else ()
     forward = ("reference",) if sizes.conditioning == "none" else ("condition", "reference")
-    items = [
+    yield from (
         Item("activations, kept", sizes.kept_tokens * kept_gb, (*kept_early, "reference", "learn")),
         Item("forward, workspace", sizes.forward_tokens * forward_gb, forward),
         Item("backward, workspace", sizes.forward_tokens * backward_gb, ("learn",)),
         Item("logits, one chunk", LOGITS_GB, (*forward, "learn")),
-    ]
+    )
     if not sizes.all_kept:
-        items.append(Item("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",)))
-    return items
+        yield Item("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",))
 
 
 def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> dict[str, float]:
@@ -473,29 +471,27 @@ def host_plan_of(resolved: Resolved, gpu_gb: float, num_ranks: int) -> dict[str,
     return host_plan(rank_sizes, on_gpu, num_ranks)
 
 
-def unknowns(resolved: Resolved) -> list[str]:
+def unknowns(resolved: Resolved) -> Iterator[str]:
     """Models that the plan leaves out because their size is unknown, each with its key."""
-    problems = []
     if _policy_model(resolved) is None:
-        problems.append(
+        yield (
             f"policy: {policy_weights(resolved)!r} is neither a local folder of safetensors nor "
             f"one of {', '.join(KNOWN)}"
         )
     engine = resolved.engine
     if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
-        problems.append(f"engine: {engine.name} does not state its memory")
+        yield f"engine: {engine.name} does not state its memory"
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         cost = plugin.cls.cost(plugin.config)
         if on_gpu and not sum(cost.weights.values()) + cost.visiting:
             path = plugin.paths[0]
-            problems.append(f"{plugin.key}: {plugin.name} does not know the size of {path!r}")
+            yield f"{plugin.key}: {plugin.name} does not know the size of {path!r}"
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
-        problems.append(
+        yield (
             "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "
             "--gpu-memory-utilization, or begin it with 'env', 'CUDA_VISIBLE_DEVICES=<other GPUs>'"
         )
-    return problems
 
 
 def judge_share(resolved: Resolved) -> float | None:

@@ -133,7 +133,7 @@ def machine_problems(resolved: Resolved, is_start: bool = False) -> list[str]:
     so 'auto' is the CPU if there is no GPU; else the config may be for another machine."""
     found = gpus()[0] if wants_gpu(resolved) and _torch_build() != "cpu" else []
     if not found:
-        return _device_problems(resolved, "cpu" if is_start else "", math.inf)
+        return list(_device_problems(resolved, "cpu" if is_start else "", math.inf))
     capability = max(gpu.capability for gpu in found)
     return [
         *_device_problems(resolved, "cuda", capability),
@@ -143,10 +143,9 @@ def machine_problems(resolved: Resolved, is_start: bool = False) -> list[str]:
     ]
 
 
-def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
+def _device_problems(resolved: Resolved, auto: str, capability: float) -> Iterator[str]:
     """What plugins cannot compute on their devices. `auto`: the device that 'auto' means, ''
     if unknown; `capability`: the GPU's compute capability."""
-    lines = []
     plugins: list[Plugin[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
     for plugin in plugins:
         device = _device(resolved, getattr(plugin.config, "device", "auto"))
@@ -155,8 +154,8 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
             problems, wrong = build.ask_plugin(
                 plugin, "device_problems", resolved.policy.config, device_capability
             )
-            lines += [*(f"{plugin.key}.{problem}" for problem in problems or ()), *wrong]
-    return lines
+            yield from (f"{plugin.key}.{problem}" for problem in problems or ())
+            yield from wrong
 
 
 def _device(resolved: Resolved, stated: str) -> str:

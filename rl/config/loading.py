@@ -575,16 +575,14 @@ def without_removed_keys(
     return kept, removed
 
 
-def use_of_removed_keys(removed: Mapping[str, Any]) -> list[str]:
+def use_of_removed_keys(removed: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each of the keys of `without_removed_keys` that is set to another value than
     the one that it still may have."""
-    problems = []
     for key, value in removed.items():
         only, instead = next(REMOVED_KEYS[p] for p in REMOVED_KEYS if fnmatchcase(key, p))
         if value != only:
             why = instead or f"it is always {json.dumps(only)}"
-            problems.append(f"{key}: this key was removed, delete it; {why}")
-    return problems
+            yield f"{key}: this key was removed, delete it; {why}"
 
 
 def stored(config: Mapping[str, Any], label: str, refused: Sequence[str] = ()) -> dict[str, Any]:
@@ -599,7 +597,7 @@ def stored(config: Mapping[str, Any], label: str, refused: Sequence[str] = ()) -
     lost = [
         f"{key}={json.dumps(value)}"
         for key, value in removed.items()
-        if use_of_removed_keys({key: value}) and any(fnmatchcase(key, p) for p in refused)
+        if list(use_of_removed_keys({key: value})) and any(fnmatchcase(key, p) for p in refused)
     ]
     if lost:
         raise ValueError(

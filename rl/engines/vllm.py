@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -120,7 +121,7 @@ class VllmEngine(Engine[Config]):
         """Whether every loaded tensor can be read back."""
         self._sleep_sums: Mapping[str, torch.Tensor] | None = None
         """`bit_sums` of the weights before the engine slept; None while it is awake."""
-        self._num_requests = 0
+        self._numbers = count()
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
         self._dtype = model_config.dtype
@@ -309,11 +310,9 @@ class VllmEngine(Engine[Config]):
 
             # The path is never read: the adapter of this number is already in the slots.
             lora_request = LoRARequest("policy", ADAPTER_ID, "in-memory")
-        ids_P = []
-        for engine_input, sampling in requests_P:
-            ids_P.append(str(self._num_requests))
-            self._num_requests += 1
-            engine.add_request(ids_P[-1], engine_input, sampling, lora_request=lora_request)
+        ids_P = [str(next(self._numbers)) for _ in requests_P]
+        for request_id, (engine_input, sampling) in zip(ids_P, requests_P, strict=True):
+            engine.add_request(request_id, engine_input, sampling, lora_request=lora_request)
         finished: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in engine.step() if output.finished}

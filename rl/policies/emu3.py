@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -445,14 +445,13 @@ class Emu3(TrainedPolicy[Config]):
         return [weights, tokenizer]
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        errors = super().problems(config, run)
+    def problems(cls, config: Config, run: RunConfig) -> Iterator[str]:
+        yield from super().problems(config, run)
         if "<|image token|>" in config.assistant_prefill:
-            errors.append(
+            yield (
                 "assistant_prefill: contains '<|image token|>', which starts the picture's rows "
                 "before sampling is constrained; end the prefill before it"
             )
-        return errors
 
     def engine_folder(self) -> str:
         """A folder of links to the weights, with config and tokenizer files in transformers'

@@ -6,7 +6,7 @@ Axes: `_S` tokens of the row, `_N` completion tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from rl.api.types import PackedGroup, Prompt, Row
@@ -24,20 +24,15 @@ def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[
         first       o x          o: all tokens of its group's prompt (`Packing.across`)
         second      o . x
     """
-    members: list[tuple[Prompt, list[Sequence[int]]]] = []
-    for prompt, ids in rows:
-        if not members or members[-1][0] is not prompt:
-            members.append((prompt, []))
-        members[-1][1].append(ids)
     packed: list[int] = []
-    groups = []
-    for prompt, completions in members:
-        lens = tuple(len(ids) for ids in completions)
+    groups, prompts = [], []
+    for prompt, members in groupby(rows, lambda row: row[0]):  # prompts are equal if identical
+        completions = [ids for _, ids in members]
+        lens = tuple(map(len, completions))
         groups.append(PackedGroup(len(packed), len(prompt.token_ids), lens))
-        packed.extend(prompt.token_ids)
-        for ids in completions:
-            packed.extend(ids)
-    return packed, tuple(groups), [prompt for prompt, _ in members]
+        prompts.append(prompt)
+        packed.extend(chain(prompt.token_ids, *completions))
+    return packed, tuple(groups), prompts
 
 
 def positions(

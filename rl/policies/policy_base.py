@@ -239,21 +239,19 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]
 
     @classmethod
-    def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
-        errors: list[str] = []
+    def problems(cls, config: TrainedConfigT, run: RunConfig) -> Iterator[str]:
         if config.adapter_path and not steps_of(run.run_dir):  # a resume has its own copy
-            errors += _adapter_problems(config)
+            yield from _adapter_problems(config)
         if config.lora is not None:
             adaptable = cls.adaptable(config)
-            errors += [
+            yield from (
                 f"lora.target_modules: {name!r} is not a layer that LoRA can adapt; known: "
                 + ", ".join(sorted(adaptable))
                 for name in config.lora.target_modules
                 if name not in adaptable
-            ]
+            )
             if not config.lora.target_modules:
-                errors.append("lora.target_modules: empty; name layers, or train all (lora: null)")
-        return errors
+                yield "lora.target_modules: empty; name layers, or train all (lora: null)"
 
     @classmethod
     def adaptable(cls, config: TrainedConfigT) -> Set[str]:

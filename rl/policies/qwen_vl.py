@@ -253,10 +253,8 @@ class QwenVL(TrainedPolicy[Config]):
         hidden_SD = hidden_SD.detach()
         states_B = []
         for (prompt, _), group, (start, end) in zip(rows, groups_B, spans_B, strict=True):
-            prompt_SD = hidden_SD[group.start : group.start + group.prompt_len]
-            states_B.append(
-                torch.cat([prompt_SD[prompt.num_dropped_tokens :], hidden_SD[start:end]])
-            )
+            first, last = group.start + prompt.num_dropped_tokens, group.start + group.prompt_len
+            states_B.append(torch.cat([hidden_SD[first:last], hidden_SD[start:end]]))
         return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:

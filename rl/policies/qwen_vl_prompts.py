@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from pydantic import Field
 
 from rl.api.policy import NO_STATES, ThoughtSection
@@ -182,17 +182,11 @@ class Thinking:
     def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         """(rows of each group's distinct words after its plain prompt, [B] each row's index into
         them). A row without words becomes its plain prompt with an empty completion."""
-        index_of: dict[tuple[int, tuple[int, ...]], int] = {}
-        distinct_rows: list[Row] = []
-        index_B = []
-        for prompt, ids in rows:
-            word_ids = self.read(prompt, ids).drawn_from or ()
-            key = id(prompt.plain), word_ids
-            if key not in index_of:
-                index_of[key] = len(distinct_rows)
-                distinct_rows.append((prompt.plain, word_ids))
-            index_B.append(index_of[key])
-        return distinct_rows, index_B
+        words_B: list[Row] = [
+            (prompt.plain, self.read(prompt, ids).drawn_from or ()) for prompt, ids in rows
+        ]
+        index_of = {row: index for index, row in enumerate(dict.fromkeys(words_B))}
+        return list(index_of), [index_of[row] for row in words_B]
 
 
 # ---- qwen vl pictures ----------------------------------------------------------------------------
@@ -583,12 +577,11 @@ class QwenPrompts:
             pictures += [Picture(*parts) for parts in parts_of_each]
         return pictures
 
+    @cachedmethod(lambda self: self._picture_keys, lambda self, prompt: prompt)
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
         """A content hash of each picture of `prompt`: two data sets may use the same id for
         different pictures, and one picture may come with several instructions."""
-        if prompt not in self._picture_keys:
-            self._picture_keys[prompt] = tuple(map(digest, prompt.images))
-        return self._picture_keys[prompt]
+        return tuple(map(digest, prompt.images))
 
 
 def load_prompts(config: Config, template: PromptTemplate) -> QwenPrompts:

@@ -285,14 +285,12 @@ def _by_device(claims: Sequence[Claim], default: str) -> dict[str, list[Claim]]:
     return claims_on
 
 
-def describe(claims: Sequence[Claim]) -> list[str]:
+def describe(claims: Sequence[Claim]) -> Iterator[str]:
     """One line per model, for `--check` and the console."""
-    lines = []
     for claim in claims:
         device = "the rank's own device" if claim.device == "auto" else claim.device
         limit = "" if claim.max_memory_gb is None else f", at most {claim.max_memory_gb:g} GB"
-        lines.append(f"{claim.key:<20} {device}{limit}")
-    return lines
+        yield f"{claim.key:<20} {device}{limit}"
 
 
 def look_at_machine() -> Machine:

@@ -63,14 +63,15 @@ class DiffusionRenderer(Renderer[ConfigT]):
         return self.loop.take_metrics()
 
     @classmethod
-    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
+    def problems(cls, config: ConfigT, run: RunConfig) -> Iterator[str]:
         unit = cls.side_multiple_px
-        return [
-            f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"
-            for key, side in sides.items()
-            if side is not None and side % unit
-        ]
+        sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
+        stated = {key: side for key, side in sides.items() if side is not None}
+        if len(stated) == 1:
+            yield "height_px: set both height_px and width_px for a fixed size, or neither"
+        for key, side in stated.items():
+            if side % unit:
+                yield f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"
 
     @classmethod
     def part(cls, section: ConfigT, subfolder: str, *kinds: str, **more: Any) -> ModelFiles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from rl.api.plugin import ModelCost
@@ -70,10 +70,10 @@ class QwenImage21(QwenImage[Config]):
         )
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run)
+    def problems(cls, config: Config, run: RunConfig) -> Iterator[str]:
+        yield from super().problems(config, run)
         if config.policy_image_area_px != config.condition_area_px:
-            problems.append(
+            yield (
                 f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
                 f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens "
                 "one to one; set both to one value"
@@ -85,18 +85,17 @@ class QwenImage21(QwenImage[Config]):
         ends = {"min": max(32**2, area_px - 16 * sides_px), "max": area_px + 32 * sides_px + 32**2}
         for end, extreme_px in ends.items():
             bound = run.policy.get(f"image_{end}_pixels") or extreme_px
-            is_crossed = bound > extreme_px if end == "min" else bound < extreme_px
-            if is_crossed:
-                problems.append(
+            if bound > extreme_px if end == "min" else bound < extreme_px:
+                yield (
                     f"condition_area_px: {area_px}, but policy.image_{end}_pixels is {bound}, "
                     "which would resize a picture for the policy and not for the VAE; set "
                     f"policy.image_{end}_pixels: {extreme_px}"
                 )
         try:
-            step_problem = wrong_steps(config, sigmas_of_folder(config))
+            if wrong := wrong_steps(config, sigmas_of_folder(config)):
+                yield wrong
         except ValueError as error:
-            step_problem = f"model_path: {error}; download it again"
-        return [*problems, step_problem] if step_problem else problems
+            yield f"model_path: {error}; download it again"
 
     @classmethod
     def cost(cls, config: Config) -> ModelCost:

@@ -413,7 +413,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Size]):
         device, dtype = self.parts.transformer.device, self.parts.transformer.dtype
         sources, sizes = job.sample.sources, condition_sizes(self.config, job)
         pictures = tuple(
-            PromptImage(indices, self._source_latents([p], size)[0], latent_shape(size), digest(p))
+            PromptImage(indices, self._latents_of(p, size)[0], latent_shape(size), digest(p))
             for indices, p, size in zip(job.payload.pictures, sources, sizes, strict=True)
         )
         states = [job.payload.embeds]

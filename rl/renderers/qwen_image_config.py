@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -135,19 +135,14 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         return config.negative_prompt if config.true_cfg_scale > 1 else None
 
     @classmethod
-    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run)
-        if (config.height_px is None) != (config.width_px is None):
-            problems.append(
-                "height_px, width_px: set both for a fixed size, or neither for output_area_px"
-            )
+    def problems(cls, config: ConfigT, run: RunConfig) -> Iterator[str]:
+        yield from super().problems(config, run)
         lora = config.lora_path
         if lora and not_a_file(lora):
-            problems += missing_model("lora_path", lora)
+            yield from missing_model("lora_path", lora)
             name = config.lora_weight_name
             if is_folder(lora) and name and not_a_file(Path(lora, name)):
-                problems.append(f"lora_weight_name: {lora} holds no {name!r}")
-        return problems
+                yield f"lora_weight_name: {lora} holds no {name!r}"
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:

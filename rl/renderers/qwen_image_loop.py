@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage as stock
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as stock_21
 from PIL.Image import Image
@@ -247,16 +247,11 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
     def _encode(self, picture: Image, size: Size) -> torch.Tensor:
         """A picture, resized to `size` -> VAE latents [1, tokens, channels]."""
 
-    def _source_latents(self, pictures_B: Sequence[Image], size: Size) -> torch.Tensor:
-        """[B, tokens, channels]. Each picture is encoded alone and once while it is kept, so its
+    @cachedmethod(lambda self: self._cache, lambda self, picture, size: (digest(picture), size))
+    def _latents_of(self, picture: Image, size: Size) -> torch.Tensor:
+        """[1, tokens, channels]. Each picture is encoded alone and once while it is kept, so its
         latents depend neither on the batch nor on what was drawn before."""
-        latents_B = []
-        for picture in pictures_B:
-            key = (digest(picture), size)
-            if key not in self._cache:
-                self._cache[key] = self._encode(picture, size)
-            latents_B.append(self._cache[key])
-        return torch.cat(latents_B)
+        return self._encode(picture, size)
 
     def _prepared_scheduler(self, num_tokens: int) -> Any:
         """The schedule for a picture of `num_tokens`; uniform noise levels if `parts` has none."""
@@ -333,7 +328,7 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         pictures_by_position = zip(*(job.sample.sources for job in jobs), strict=True)
         sources = torch.cat(
             [
-                self._source_latents(pictures_B, size)
+                torch.cat([self._latents_of(picture, size) for picture in pictures_B])
                 for pictures_B, size in zip(pictures_by_position, bucket.conditions, strict=True)
             ],
             dim=1,

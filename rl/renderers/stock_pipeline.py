@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -67,22 +67,19 @@ class StockPipeline(DiffusionRenderer[Config]):
         return [replace(index, revision=config.revision)]
 
     @classmethod
-    def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        call, problems = config.call, super().problems(config, run)
-        known = pipelines()
+    def problems(cls, config: Config, run: RunConfig) -> Iterator[str]:
+        yield from super().problems(config, run)
+        call, known = config.call, pipelines()
         if not is_dotted_path(config.pipeline) and known and config.pipeline not in known:
             hint = nearest(config.pipeline, known)
-            problems.append(f"pipeline: no {config.pipeline!r} in diffusers; {hint}")
-        if (config.height_px is None) != (config.width_px is None):
-            problems.append("height_px: give height_px and width_px, or neither")
+            yield f"pipeline: no {config.pipeline!r} in diffusers; {hint}"
         if config.height_px and not call.sized:
-            problems.append(f"height_px: {config.pipeline} takes no size; drop both sides")
+            yield f"height_px: {config.pipeline} takes no size; drop both sides"
         if call.together == "all" and call.max_images > 1:
-            problems.append("record.max_images: together 'all' has one each; set together 'group'")
+            yield "record.max_images: together 'all' has one each; set together 'group'"
         if taken := {*config.arguments, *call.arguments} & {*OWN_ARGUMENTS, call.image, call.area}:
             names = ", ".join(sorted(map(str, taken)))
-            problems.append(f"arguments: {names}: set by the run itself; drop them")
-        return problems
+            yield f"arguments: {names}: set by the run itself; drop them"
 
     @classmethod
     def part_names(cls, config: Config) -> Sequence[str]:

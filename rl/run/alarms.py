@@ -436,8 +436,10 @@ def _fall_error(p: Past, num_groups: int) -> float:
 def alarms_of(config: RunConfig, engine_dtype: str, lora_dropout: float) -> list[Alarm]:
     """All alarms of a run. The engine should sample from the distribution that the trainer computes
     on-policy, without truncated sampling and without dropout; else that is no alarm."""
-    alarms = [*LEARNING, *EXPLOITS, *HELD_OUT]
-    alarms.append(
+    alarms = [
+        *LEARNING,
+        *EXPLOITS,
+        *HELD_OUT,
         Alarm(
             "reward/mean",
             SEVERAL,
@@ -449,8 +451,8 @@ def alarms_of(config: RunConfig, engine_dtype: str, lora_dropout: float) -> list
             "checkpoint; if it falls from the first iterations on, look for scores of other "
             "completions in episodes/ ({p.metric})",
             lambda p: p.start - p.mean,
-        )
-    )
+        ),
+    ]
     truncates_sampling = config.sampling.top_p < 1 or config.sampling.top_k > 0
     if config.max_staleness or truncates_sampling or lora_dropout:
         return alarms

@@ -17,7 +17,7 @@ from rl.simple_launch import main
 
 def warnings_of(name: str, *overrides: str) -> list[str]:
     resolved = build.resolve(tiny_config.shipped(name, *overrides))
-    return no_effect(resolved) + doubtful(resolved)
+    return [*no_effect(resolved), *doubtful(resolved)]
 
 
 @pytest.mark.parametrize("name", tiny_config.DISTINCT)

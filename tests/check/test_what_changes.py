@@ -29,7 +29,7 @@ def drops_of(folder: Path, text: str, *overrides: str) -> list[str]:
     """'section: what it drops' of a config `text`."""
     (folder / "base.jsonnet").write_text(BASE)
     (file := folder / "mine.jsonnet").write_text(text)
-    return dropped(file, overrides, resolve(load_config(file, overrides)))
+    return list(dropped(file, overrides, resolve(load_config(file, overrides))))
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_no_shipped_config_drops_what_it_imports(name: str, monkeypatch) -> None
     for variable, value in tiny_config.ENVIRONMENT.items():
         monkeypatch.setenv(variable, value)
     file, config = f"configs/{name}.jsonnet", tiny_config.shipped(name)
-    assert not dropped(file, [], resolve(config))
+    assert not list(dropped(file, [], resolve(config)))

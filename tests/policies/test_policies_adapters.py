@@ -60,7 +60,7 @@ def test_a_target_that_names_no_layer_is_refused_before_a_model_is_loaded(wrong:
             "lora": {"target_modules": names},
         }
         config = Qwen25VL.Config.model_validate(section | keys)
-        return Qwen25VL.problems(config, None)
+        return list(Qwen25VL.problems(config, None))
 
     [problem] = problems(["q_proj", wrong])
     assert holds(problem, f"lora.target_modules: {wrong!r} is not ... known: ... q_proj")

@@ -212,7 +212,7 @@ def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
 
 def problems(tmp_path: Path, **section) -> list[str]:
     run = SimpleNamespace(run_dir=tmp_path / "run")
-    return emu3.Emu3.problems(config_of(str(tmp_path), **section), run)
+    return list(emu3.Emu3.problems(config_of(str(tmp_path), **section), run))
 
 
 def test_contradictory_config_keys_are_problems(tmp_path: Path):

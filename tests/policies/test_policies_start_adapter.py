@@ -52,7 +52,7 @@ def make(**section: Any) -> Qwen25VL:
 
 def problems(**section: Any) -> list[str]:
     config = tiny_config.shipped("quickstart", *CHANGES)
-    return Qwen25VL.problems(Qwen25VL.Config(**(config.policy | section)), config)
+    return list(Qwen25VL.problems(Qwen25VL.Config(**(config.policy | section)), config))
 
 
 def test_the_newest_adapter_is_loaded(trained: Path) -> None:

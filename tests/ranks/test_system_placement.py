@@ -73,7 +73,7 @@ def test_what_is_no_device_is_refused(typo: str) -> None:
 
 
 def test_each_claim_is_a_line() -> None:
-    assert dist.describe([AUTO, Claim("renderer", "cuda:1", 3.0)]) == [
+    assert list(dist.describe([AUTO, Claim("renderer", "cuda:1", 3.0)])) == [
         "policy               the rank's own device",
         "renderer             cuda:1, at most 3 GB",
     ]

@@ -64,8 +64,7 @@ def problems(
     bounds = {"image_min_pixels": 1, "image_max_pixels": 10**9}
     section = {"type": "qwen3_vl", "model_path": "some/base", **bounds, **dict(policy)}
     config = config_of(name, path, **changes)
-    messages: list[str] = PLUGINS[name].problems(config, run_config(policy=section))
-    return messages
+    return list(PLUGINS[name].problems(config, run_config(policy=section)))
 
 
 def job_of(name: str, index: int = 0, noise_seed: int = 3) -> RenderJob:

@@ -206,7 +206,7 @@ def test_words_are_put_into_the_pipeline_s_prompt(
     ],
 )
 def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
-    found = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
+    found = list(StockPipeline.problems(Config(**keys), None))  # type: ignore[arg-type]
     assert len(found) == (problem is not None)
     assert problem is None or re.match(problem, found[0])
 
@@ -248,5 +248,5 @@ def test_the_sections_of_the_page_are_read() -> None:
     for block in printed("docs/any-editor.md"):
         keys = json.loads(_jsonnet.evaluate_snippet("page", f"{{ {block} }}"))["renderer"]
         config = Config.model_validate(keys)
-        assert not StockPipeline.problems(config, None)  # type: ignore[arg-type]
+        assert not list(StockPipeline.problems(config, None))  # type: ignore[arg-type]
         assert config.call.together == "group"
