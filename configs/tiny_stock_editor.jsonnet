@@ -23,7 +23,7 @@
     num_steps: 4,
     height_px: 64,
     width_px: 64,
-    // The text encoder has two layers (0 is the embedding), and was trained with prompts of up to 32 tokens.
+    // The text encoder has two layers (0 is the embedding), and was trained with prompts padded to 32 tokens.
     arguments: { guidance_scale: 1.0, max_sequence_length: 32, text_encoder_out_layers: [0, 1, 2] },
     batch_size: 16,
   },
