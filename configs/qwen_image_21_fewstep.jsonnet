@@ -1,8 +1,8 @@
 // As qwen_image_21.jsonnet, with the few-step checkpoint at 512 x 512: a picture costs about a twentieth.
-// Turbo is the same transformer, distilled for 8 steps without guidance; its noise levels are read from
-// it (`sample_sigmas`), and `num_steps` must equal their number. Not tried by us: look at the first
-// pictures. `model_path=Qwen/Qwen-Image-2.1` takes the ordinary checkpoint, whose 8 steps give a rough
-// sketch of its picture of 40 steps.
+// Turbo is the same transformer, distilled for 8 steps without guidance. The checkpoint has its own noise
+// levels (`sample_sigmas`), which are used, and `num_steps` must equal their number. We have not drawn with
+// it: look at the first pictures. `model_path=Qwen/Qwen-Image-2.1` takes the ordinary checkpoint, whose
+// pictures after 8 steps are rough sketches of those after 40.
 (import 'qwen_image_21.jsonnet') + {
   model_path:: 'Qwen/Qwen-Image-2.1-Turbo',
   num_steps:: 8,

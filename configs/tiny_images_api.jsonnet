@@ -1,4 +1,4 @@
-// tiny_stock_editor with its editor behind HTTP, as a server of OpenAI's images API would draw. Start it first:
+// tiny_stock_editor with its editor behind HTTP, in a server that has OpenAI's images API. Start the server first:
 //
 //   python -m tiny_world.images_server 8901 tiny-editor &
 //   python -m rl.simple_launch configs/tiny_images_api.jsonnet

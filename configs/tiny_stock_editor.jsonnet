@@ -1,6 +1,6 @@
-// Any stock pipeline of diffusers as the editor, conditioned on the policy's text: a tiny FLUX.2-klein that
-// understands "turn the red square green." only, for users who write "paint the square the color of grass". A tiny
-// Qwen2.5-VL, which sees the picture, learns to write that. A run takes minutes on two CPU cores.
+// A stock pipeline of diffusers as the editor, conditioned on the policy's text: a tiny FLUX.2-klein, which
+// understands only instructions like "turn the red square green.". Users write "paint the square the color of
+// grass". A tiny Qwen2.5-VL, which sees the picture, learns to rewrite that. A run takes minutes on two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_stock_editor.jsonnet
 (import 'tiny.libsonnet') + {
@@ -11,7 +11,7 @@
     type: 'qwen2_5_vl',
     model_path: 'pkg://tiny_world/weights/policy',
     lora: $.small_lora,
-    // The policy was warmed up with it.
+    // The policy's supervised fine-tuning used this prompt.
     system_prompt: "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the user's text instruction should alter or modify the image. Generate a new image that meets the user's requirements while maintaining consistency with the original input where appropriate.",
     max_prompt_tokens: 256,
   },
@@ -23,7 +23,7 @@
     num_steps: 4,
     height_px: 64,
     width_px: 64,
-    // Its text encoder has two layers (0 are the embeddings), and was trained with texts of 32 tokens.
+    // The text encoder has two layers (0 is the embedding), and was trained with prompts padded to 32 tokens.
     arguments: { guidance_scale: 1.0, max_sequence_length: 32, text_encoder_out_layers: [0, 1, 2] },
     batch_size: 16,
   },
@@ -35,7 +35,7 @@
   },
 
   sampling+: { max_completion_tokens: 24 },
-  // As quickstart.jsonnet, which says why.
+  // As in quickstart.jsonnet, which gives the reasons.
   algorithm+: { kl_coeff: 0.2, advantage_eps: 0.1 },
   optimizer+: { learning_rate: 2.5e-3, betas: [0.5, 0.99] },
   evaluation+: { every_n_iterations: 15, num_samples: 64 },

@@ -184,8 +184,9 @@ class ModelCost:
     """Number of weights that stay in host memory instead."""
     host_shared: bool = True
     """Whether the ranks of a machine share those as pages of one file."""
-    visiting: float = 0.0
-    """Number of these that are on the device at a time, only while pictures are drawn."""
+    largest_part: float = 0.0
+    """Number of weights of the largest part among `host_weights`, if these are moved to the device
+    part by part while pictures are drawn."""
 
 
 class ModelRunner(RunPlugin[ConfigT]):

@@ -1,4 +1,4 @@
-"""The licence of every model of a run, and which of them rule out commercial use."""
+"""The licence of every model of a run, and which of them do not allow commercial use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.build import Plugin, Resolved
 from rl.model_files import licence_of
 
 SEE_CARD = "see its card"
-"""In place of a licence, or of whether it allows commercial use, that is not known here."""
+"""Stands for an unknown licence, or for unknown terms of commercial use."""
 COMMERCIAL = {"apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0-1.0"}
 """Licences on a model's card that allow commercial use."""
 ADAPTERS = ("adapter_path", "lora_path")
@@ -20,7 +20,7 @@ ADAPTERS = ("adapter_path", "lora_path")
 
 
 def known_models() -> list[dict[str, str]]:
-    """The rows of `known_models.tsv`, which docs/models.md shows, by column."""
+    """The rows of `known_models.tsv` as column -> value; docs/models.md shows the same table."""
     file = Path(__file__).with_name("known_models.tsv")
     with file.open(encoding="utf-8", newline="") as lines:
         return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -35,26 +35,26 @@ class Licence:
     model: str
     """Hub id or folder, or the name that is sent to a judge."""
     name: str
-    """Of the licence, or `SEE_CARD`."""
+    """The licence's name, or `SEE_CARD`."""
     use: str
-    """Whether it allows commercial use: 'yes', 'no' or `SEE_CARD`."""
+    """Whether the licence allows commercial use: 'yes', 'no' or `SEE_CARD`."""
 
     @property
     def text(self) -> str:
-        """For users: 'Qwen Research License, not for commercial use'."""
+        """What a user reads, e.g. 'Qwen Research License, not for commercial use'."""
         uses = {"yes": "", "no": ", not for commercial use"}
         return self.name + ("" if self.name == SEE_CARD else uses.get(self.use, f", {SEE_CARD}"))
 
 
 def licences(resolved: Resolved) -> list[Licence]:
-    """Of the run's models, in the order of the config: from `known_models.tsv`, else from the
-    README.md in the model's folder or in the hub's cache."""
+    """The licences of the run's models, in the order of the config: from `known_models.tsv`, else
+    from the README.md in the model's folder or in the hub's cache."""
     known = {row["id"]: row for row in known_models()}
     return [_licence(key, model, known) for key, model in dict.fromkeys(_models(resolved))]
 
 
 def licence_problems(resolved: Resolved) -> Iterator[str]:
-    """'key: why, remedy' for each model that the config's `license` rules out."""
+    """'key: why, remedy' for each model that the config's `license` does not allow."""
     config = resolved.config
     for part in licences(resolved) if config.license == "commercial" else []:
         if part.use != "yes" and part.model not in config.licensed_models:
@@ -66,8 +66,8 @@ def licence_problems(resolved: Resolved) -> Iterator[str]:
 
 
 def _models(resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """(config key, model); a plugin that draws or grades with a model it does not name, or by a
-    service, is itself the model."""
+    """(config key, model) of each model. A plugin that runs a model without naming it, or calls a
+    service, counts as the model itself."""
     plugins: list[Plugin[Any]] = [resolved.policy, resolved.renderer, *resolved.rewards.values()]
     for plugin in plugins:
         paths = {model.key: model.path for model in plugin.cls.models(plugin.config)}

@@ -484,7 +484,7 @@ def unknowns(resolved: Resolved) -> Iterator[str]:
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         cost = plugin.cls.cost(plugin.config)
-        if on_gpu and not sum(cost.weights.values()) + cost.visiting:
+        if on_gpu and not sum(cost.weights.values()) + cost.largest_part:
             path = plugin.paths[0]
             yield f"{plugin.key}: {plugin.name} does not know the size of {path!r}"
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
@@ -630,8 +630,8 @@ def _frozen_items(resolved: Resolved, plugin: Plugin[ModelRunner]) -> Iterator[I
         cost, gb_per_value = plugin.cls.cost(plugin.config), BYTES[plugin.config.dtype] / 1e9
         for part, number in cost.weights.items():
             yield Item(f"{plugin.key} {part}", number * gb_per_value, PHASES)
-        if cost.visiting:
-            yield Item(f"{plugin.key}, visiting", cost.visiting * gb_per_value, ("render",))
+        if cost.largest_part:
+            yield Item(f"{plugin.key}, largest part", cost.largest_part * gb_per_value, ("render",))
         if cost.activations:  # its parts run one after the other
             working_gb = max(cost.activations.values()) * gb_per_value
             yield Item(f"{plugin.key}, workspace", working_gb, ("render",))

@@ -1,4 +1,4 @@
-"""Renderer plugin: an editor or generator behind HTTP, with an OpenAI-like images API."""
+"""Renderer plugin: an editor or generator behind HTTP, with OpenAI's images API."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 SECTION = "renderer"
 FORMATS = ("PNG", "JPEG", "WEBP")
 KINDS = frozenset({0, 1, 2})
-"""Number of source pictures of a request; 2: several."""
+"""Numbers of source pictures of a request, each tested once; 2: several."""
 PROMPTS = ("paint everything red", "paint everything blue")
-"""The words of made-up requests."""
+"""The words of test requests."""
 NOISE_SHARE = 0.25
 """Seeds hold if a repeated request changes a picture by at most this share of what another seed
 changes. (Servers draw requests together, and rounding depends on the others.)"""
@@ -54,39 +54,39 @@ Outcome = Image.Image | RenderFailure
 
 
 class Config(PluginConfig):
-    """An images API: `/images/edits` for samples with source pictures, else `/images/generations`.
-    Keys that the section `judge` has as well mean the same."""
+    """An images API: `/images/edits` for samples with source pictures, else `/images/generations`
+    (docs/images-api.md). A key that the section `judge` has too means the same here."""
 
     api_base: str | list[str]
-    """URL with or without /v1, or a file that holds one. Several URLs serve one model."""
+    """URL with or without /v1, or a file that holds one. Several URLs must serve the same model."""
     model: str
     """Model name sent with every request."""
     api_key_env: str = ""
-    """NAME of the environment variable that holds the key ('' = none)."""
+    """NAME of the environment variable that holds the key ('' = no key)."""
     height_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] | None = None
-    """Height that is asked for; null (with `width_px`) = the server decides. Pictures of another
-    size are accepted."""
+    """Height that a request asks for, px; null (with `width_px`) = the server decides. Pictures of
+    another size are accepted."""
     width_px: Annotated[int, Field(ge=16, le=MAX_SIDE_PX)] | None = None
-    """Width that is asked for."""
+    """Width that a request asks for, px."""
     extra: dict[str, Any] = {}
-    """Further fields of every request, or other values of those that the run sends:
-    num_inference_steps, guidance_scale, negative_prompt, quality, ... null leaves a field out. Many
-    servers ignore what they do not know."""
+    """Further fields of every request (num_inference_steps, guidance_scale, negative_prompt,
+    quality, ...), or other values for fields that the run sends; null leaves a field out. Many
+    servers ignore fields that they do not know."""
     price_per_picture: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """For `renderer/cost`, in any currency."""
+    """Price of one picture, in any currency, for `renderer/cost`."""
     max_concurrency: Annotated[int, Field(ge=1, le=10_000)] = 8
-    """Requests in flight per rank, over all of api_base together."""
+    """Requests in flight per rank, over all addresses of api_base together."""
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 300.0
-    """Timeout of one request, s. A server may queue `max_concurrency` requests of every rank."""
+    """Timeout of one request, s. The server may queue `max_concurrency` requests of every rank."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Limit of tries per picture, which is then UNGRADED."""
+    """Tries per picture; if all fail, it is UNGRADED."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long a server that is down, or asks to wait, may hold pictures back before they are
-    UNGRADED, which soon stops the run (saved), s."""
+    """How long the run waits for a server that is down or asks it to wait, s. Then the pictures are
+    UNGRADED, which soon stops the run (saved)."""
 
 
 # ---- client --------------------------------------------------------------------------------------
-# The judge's client, with retries, outages and addresses; it asks for pictures instead of replies.
+# The judge's client (retries, outages, several addresses), which asks for pictures here.
 
 
 @dataclass(eq=False)
@@ -168,19 +168,20 @@ class ImagesClient(JudgeClient):
 
 
 # ---- renderer ------------------------------------------------------------------------------------
-# Takes jobs while pictures are under way; learns at the start what the server's pictures depend on.
+# Takes jobs while requests are in flight; tests at the start what the server's pictures depend on.
 
 
 class ImagesApi(Renderer[Config]):
-    """Draws over HTTP: the policy's words edit the sample's pictures, or are drawn without any."""
+    """Draws over HTTP from the policy's words: an edit of the sample's source pictures, or a
+    generation if it has none."""
 
     accepts = "text"
     metrics: ClassVar[Mapping[str, Metric]] = {
         "seeds_hold": Metric(
-            "0..1", "1: equal seeds draw equal pictures: a group shares its noise"
+            "0..1", "1: equal seeds give equal pictures, so a group shares its noise"
         ),
         "refused_share": Metric("0..1", "share of pictures that the server refused to draw"),
-        "requests": Metric("requests", "of one rank since it started; repeats and evaluations too"),
+        "requests": Metric("requests", "of one rank since it started; retries and evaluations too"),
         "input_tokens": Metric("tokens", "of one rank since it started, as the answers report"),
         "output_tokens": Metric("tokens", "of one rank since it started, as the answers report"),
         "cost": Metric("currency", "of one rank since it started: pictures x price_per_picture"),
@@ -198,7 +199,7 @@ class ImagesApi(Renderer[Config]):
         if fixed := sorted({"prompt", "image", "image[]"} & config.extra.keys()):
             yield f"extra: {', '.join(fixed)}: set by the run itself; drop it"
         if run.pool:
-            yield "type: its pictures are drawn elsewhere; drop render_pool"
+            yield "type: a server draws the pictures; drop render_pool"
 
     def __init__(self, config: Config, resources: Resources) -> None:
         super().__init__(config, resources)
@@ -233,7 +234,7 @@ class ImagesApi(Renderer[Config]):
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)` as pictures come. A job is taken whenever
-        fewer than `max_concurrency` are under way. Raises JudgeError."""
+        fewer than `max_concurrency` requests are in flight. Raises JudgeError."""
         numbered = enumerate(jobs)
         own: dict[tuple[object, ...], asyncio.Task[Outcome]] = {}
         waiting: dict[Future[Outcome], int] = {}
@@ -277,13 +278,13 @@ class ImagesApi(Renderer[Config]):
         return outcome
 
     def _should_stop(self) -> bool:
-        """Asked while it waits for the server, for which the client has limits of its own."""
+        """Called while the rank waits for the server; for that the client has limits of its own."""
         heartbeat.note_wait()
         return signals.stop_received()
 
     def _try_out(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Before the first request with as many sources: learn what the server's pictures depend
-        on. Raises JudgeError if it ignores words or sources, or refuses made-up requests."""
+        """Before the first request of a kind: test what the server's pictures depend on. Raises
+        JudgeError if the server ignores words or sources, or refuses a test request."""
         if (kind := min(len(sizes), 2)) in self._to_try:
             self._to_try.remove(kind)
             with suppress(StoppedError):
@@ -329,7 +330,7 @@ class ImagesApi(Renderer[Config]):
         picture = await self._client.draw(*request)
         if isinstance(picture, RenderFailure):
             raise JudgeError(
-                f"the renderer draws no made-up picture ({picture.reason}): check "
+                f"the renderer's test request brings no picture ({picture.reason}): check "
                 f"{SECTION}.api_base and {SECTION}.model"
             )
         return picture

@@ -19,19 +19,19 @@ from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
 from rl.renderers.stock_pipeline_config import PATCH_PX, Config, batch_of
 
 KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
-"""Shape of the transformer of FLUX.2-klein-4B, by which the others are estimated."""
+"""Shape of FLUX.2-klein-4B's transformer; memory of other hub ids is estimated from it."""
 OWN_ARGUMENTS = (
     *("prompt", "generator", "latents", "height", "width", "num_inference_steps"),
     *("num_images_per_prompt", "output_type", "return_dict"),
 )
-"""Keywords of a call that the config must not set."""
+"""Arguments of a call that the renderer sets itself; the config must not."""
 LARGEST_PX = 1024 * 1024
-"""Pictures without a stated size are planned with this area; sources are, too."""
+"""Area with which memory is planned for source pictures, and for pictures without a stated size."""
 
 
 class StockPipeline(DiffusionRenderer[Config]):
-    """Any pipeline of diffusers, called as it is with the policy's text and the sample's source
-    pictures."""
+    """Any pipeline of diffusers, called as it is: the policy's text is its prompt, the sample's
+    source pictures are its `image` (docs/any-editor.md)."""
 
     accepts = "text"
     side_multiple_px = PATCH_PX
@@ -43,8 +43,8 @@ class StockPipeline(DiffusionRenderer[Config]):
         }
     }
     metrics: ClassVar[Mapping[str, Metric]] = {
-        "cut_share": Metric("0..1", "share of prompts that are longer than the pipeline reads"),
-        "cut_tokens": Metric("tokens", "tokens of a prompt that the pipeline does not read, mean"),
+        "cut_share": Metric("0..1", "share of prompts that are longer than the pipeline's limit"),
+        "cut_tokens": Metric("tokens", "tokens of a prompt beyond the pipeline's limit, mean"),
     }
 
     @classmethod
@@ -76,10 +76,13 @@ class StockPipeline(DiffusionRenderer[Config]):
         if config.height_px and not call.sized:
             yield f"height_px: {config.pipeline} takes no size; drop both sides"
         if call.together == "all" and call.max_images > 1:
-            yield "record.max_images: together 'all' has one each; set together 'group'"
+            yield (
+                "interface.max_images: a call for several samples passes one source picture of "
+                "each; set interface.together to 'group' or 'one'"
+            )
         if taken := {*config.arguments, *call.arguments} & {*OWN_ARGUMENTS, call.image, call.area}:
             names = ", ".join(sorted(map(str, taken)))
-            yield f"arguments: {names}: set by the run itself; drop them"
+            yield f"arguments: {names}: the renderer sets them itself; drop them"
 
     @classmethod
     def part_names(cls, config: Config) -> Sequence[str]:
@@ -101,7 +104,7 @@ class StockPipeline(DiffusionRenderer[Config]):
         if config.residency == "device":
             return ModelCost(sizes, working)
         total, largest = sum(sizes.values()), max(sizes.values(), default=0.0)
-        return ModelCost({}, working, total, host_shared=False, visiting=largest)
+        return ModelCost({}, working, total, host_shared=False, largest_part=largest)
 
 
 def pipelines() -> list[str]:

@@ -17,34 +17,39 @@ PATCH_PX = 16
 """Most transformers have one token per 16x16 px."""
 
 
-class Record(Section):
-    """How a pipeline is called. `RECORDS` has those that are known; of any other pipeline the keys
-    begin with these defaults."""
+class Interface(Section):
+    """How a pipeline is called. `INTERFACES` has the known ones; any other pipeline starts from
+    these defaults."""
 
     image: Annotated[str, Field(min_length=1)] | None = "image"
-    """Keyword of the source pictures; null = it takes none, and draws from the words alone."""
+    """The call's argument for the source pictures; null = the pipeline gets the words alone."""
     max_images: Annotated[int, Field(ge=1, le=16)] = 1
-    """Limit of source pictures per sample, for which memory is planned. Above 1, a call gets them
-    as a list; most editors read several that way, SD3 and Kontext do not."""
+    """Limit of source pictures per sample; memory is planned for as many. Above 1, a call gets them
+    as a list, which needs `together` 'one' or 'group'. Most editors read such a list as several
+    sources; SD3 and Kontext do not."""
     together: Literal["one", "group", "all"] = "one"
-    """What a call draws: one picture; several of one sample, as a list of prompts with one set of
-    source pictures; or any, as a list of prompts with as many source pictures of one size."""
+    """What one call may draw. one: one picture. group: several pictures of one sample (a list of
+    prompts, one set of source pictures). all: pictures of several samples (a list of prompts, and
+    as many source pictures, all of one size)."""
     sized: bool = True
-    """Whether it takes `height` and `width`."""
+    """Whether the call takes `height` and `width`."""
     area: str | None = None
-    """Keyword of the picture's area, px^2, of a pipeline that scales `height` and `width` to it."""
+    """The call's argument for the picture's area, px^2, if the pipeline scales `height` and `width`
+    to an area; null = it has none."""
     prompt: str = "{words}"
-    """What it gets as its prompt: `{words}` are the policy's words, `{json}` the same words as a
-    JSON string."""
+    """The prompt: `{words}` stands for the policy's words, `{json}` for the same words as a JSON
+    string."""
     tokenizer: str = "tokenizer"
-    """The pipeline's part that counts the prompt's tokens."""
+    """The part of the pipeline with which the prompt's tokens are counted."""
     max_tokens: Count = 0
-    """Limit of the prompt's tokens, behind which it is cut off, unless `arguments` has a
-    `max_sequence_length`; 0 = unknown."""
+    """Tokens of the prompt that the pipeline reads, unless `arguments` has a `max_sequence_length`;
+    0 = unknown: no cut is counted."""
     added_tokens: Count = 0
-    """Tokens that the pipeline's own template adds to the prompt; they count for the limit."""
+    """Tokens that the pipeline's own template adds to the prompt; they count towards the limit."""
+    cuts: bool = True
+    """Whether the pipeline cuts a longer prompt off. If not, it is the policy's failure."""
     arguments: dict[str, Any] = {}
-    """Further keywords of each call."""
+    """Further arguments of each call."""
 
     @field_validator("prompt")
     @classmethod
@@ -61,16 +66,16 @@ GENERATORS = (
     "StableDiffusion3Pipeline",
     "ZImagePipeline",
 )
-RECORDS: Mapping[str, Record] = {
-    **dict.fromkeys(GENERATORS, Record(image=None, together="all")),
-    "BriaFiboEditPipeline": Record(
+INTERFACES: Mapping[str, Interface] = {
+    **dict.fromkeys(GENERATORS, Interface(image=None, together="all")),
+    "BriaFiboEditPipeline": Interface(
         together="group",
         prompt='{"edit_instruction": {json}}',
         max_tokens=3000,
         arguments={"_auto_resize": False},
     ),
-    "Flux2KleinPipeline": Record(together="group", max_tokens=512, added_tokens=12),
-    "FluxKontextPipeline": Record(
+    "Flux2KleinPipeline": Interface(together="group", max_tokens=512, added_tokens=12),
+    "FluxKontextPipeline": Interface(
         together="all",
         area="max_area",
         tokenizer="tokenizer_2",
@@ -78,54 +83,54 @@ RECORDS: Mapping[str, Record] = {
         added_tokens=1,
         arguments={"_auto_resize": False},
     ),
-    "FluxPipeline": Record(
+    "FluxPipeline": Interface(
         image=None, together="all", tokenizer="tokenizer_2", max_tokens=512, added_tokens=1
     ),
-    "JoyImageEditPipeline": Record(max_tokens=4096),
-    "LongCatImageEditPipeline": Record(sized=False, max_tokens=512),
-    "QwenImageEditPipeline": Record(),
-    "QwenImageEditPlusPipeline": Record(),
-    "StableDiffusion3Img2ImgPipeline": Record(
+    "JoyImageEditPipeline": Interface(max_tokens=4096),
+    "LongCatImageEditPipeline": Interface(sized=False, max_tokens=512, cuts=False),
+    "QwenImageEditPipeline": Interface(),
+    "QwenImageEditPlusPipeline": Interface(),
+    "StableDiffusion3Img2ImgPipeline": Interface(
         together="all", tokenizer="tokenizer_3", max_tokens=256, added_tokens=1
     ),
 }
-"""Class in diffusers -> how it is called. The editors among them were compared with the stock call
-at tiny size."""
+"""Class in diffusers -> how it is called. Tests compare each editor with the stock call at tiny
+size."""
 
 
 class Config(FrozenModelConfig):
     """`renderer: { type: 'diffusers', ... }`. The defaults are FLUX.2 klein's."""
 
     model_path: str = "black-forest-labs/FLUX.2-klein-4B"
-    """Hub id, or a local folder as the pipeline saves it (safetensors)."""
+    """Hub id, or a local folder as `save_pretrained` writes it (safetensors)."""
     pipeline: str = "Flux2KleinPipeline"
     """Class of the pipeline: its name in diffusers, or the dotted path of your own class."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Denoising steps; null = the pipeline's default."""
     height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
-    """Picture height, px, multiple of 16; null = the pipeline's choice, for an editor usually the
-    source picture's."""
+    """Picture height, px, a multiple of 16; null = the pipeline chooses: an editor usually takes
+    the source picture's."""
     width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
-    """Picture width, px, as height_px."""
+    """Picture width, px, as for height_px."""
     arguments: dict[str, Any] = {}
-    """Further keywords of each call (guidance_scale, negative_prompt, strength, ...), as the
+    """Further arguments of each call (guidance_scale, negative_prompt, strength, ...), as the
     pipeline's documentation describes them."""
-    record: Record = Record()
-    """How the pipeline is called, where that is not known or should differ."""
+    interface: Interface = Interface()
+    """How the pipeline is called, for a pipeline that is not known; or keys that replace those of a
+    known one."""
     residency: Annotated[Literal["device", "host"], SavesMemory("host")] = "device"
-    """host: the weights are on the GPU only while they are needed, one part of the pipeline at a
-    time (diffusers' `enable_model_cpu_offload`); each call then moves all of them."""
+    """Where the weights are. device: always on the GPU. host: in host memory; each call moves one
+    part of the pipeline at a time to the GPU (diffusers' `enable_model_cpu_offload`)."""
 
     @property
-    def call(self) -> Record:
-        """The pipeline's record, with the keys that `record` sets."""
-        known = RECORDS.get(self.pipeline.removeprefix("diffusers."), Record())
-        return Record(
-            **known.model_dump(exclude_unset=True) | self.record.model_dump(exclude_unset=True)
-        )
+    def call(self) -> Interface:
+        """The pipeline's interface, with the keys that `interface` sets."""
+        known = INTERFACES.get(self.pipeline.removeprefix("diffusers."), Interface())
+        own = self.interface.model_dump(exclude_unset=True)
+        return Interface(**known.model_dump(exclude_unset=True) | own)
 
     def prompt_of(self, words: str) -> str:
-        """What the pipeline gets as its prompt."""
+        """The prompt of a call for these words."""
         forms = {"{words}": words, "{json}": json.dumps(words, ensure_ascii=False)}
         return re.sub("{words}|{json}", lambda found: forms[found[0]], self.call.prompt)
 

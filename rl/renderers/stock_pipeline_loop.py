@@ -1,4 +1,4 @@
-"""Calls a pipeline of diffusers, and learns at the start how it may be called."""
+"""Calls a pipeline of diffusers, and tests at the start how it may be called."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from rl.renderers.diffusion_loop import DiffusionLoop, Outcome
 from rl.renderers.stock_pipeline_config import Config, batch_of
 
 logger = logging.getLogger(__name__)
-# Pipelines warn at every call, for example of a guidance that a distilled model ignores.
+# Pipelines warn at every call, for example that a distilled model ignores guidance.
 logging.getLogger("diffusers.pipelines").setLevel(logging.ERROR)
 
-TRIAL_SIDE_PX = 512
-"""Sides of the trial's source pictures where the config states no size."""
+TEST_SIDE_PX = 512
+"""Sides of the start-up test's source pictures if the config states no size."""
 NO_EFFECT = 1e-5
 """Two pictures (0..1) whose mean difference is below this are the same picture."""
 SAFE_SHARE = 0.1
-"""A batch may change a picture by this share of what another word or another source changes."""
+"""A batch, or a repetition, may change a picture by this share of what other words or another
+source change."""
 
 
 def load_parts(config: Config, device: str) -> Any:
-    """The pipeline, on the device or where `residency` keeps it. Raises ValueError if there is no
+    """The pipeline; its weights are where `config.residency` says. Raises ValueError if there is no
     such class."""
     is_own = is_dotted_path(config.pipeline)
     cls, wrong = import_plugin(config.pipeline if is_own else f"diffusers.{config.pipeline}")
@@ -55,7 +56,7 @@ def load_parts(config: Config, device: str) -> Any:
 
 
 def placed(pipeline: Any, config: Config, device: str) -> Any:
-    """`pipeline`, ready to be called, its weights where `config.residency` keeps them."""
+    """`pipeline`, ready to be called; its weights are where `config.residency` says."""
     if config.residency == "host" and device != "cpu":
         pipeline.enable_model_cpu_offload(device=device)
     else:
@@ -100,10 +101,12 @@ class StockLoop(DiffusionLoop[Config, Any]):
 
     def _failure_of(self, job: RenderJob) -> RenderFailure | None:
         call, number = self.config.call, len(job.sample.sources)
+        if not call.cuts and (over := self._num_cut(self.config.prompt_of(job.payload))):
+            return RenderFailure(f"too_long: {over} tokens beyond the limit", blame="policy")
         if call.image is None or number <= call.max_images:
             return None
         return RenderFailure(
-            f"too_many_pictures: {number} source pictures, and renderer.record.max_images of "
+            f"too_many_pictures: {number} source pictures, and renderer.interface.max_images of "
             f"{self.config.pipeline} is {call.max_images}"
         )
 
@@ -170,10 +173,10 @@ class StockLoop(DiffusionLoop[Config, Any]):
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """Draw made-up jobs to learn what the pipeline does. Raises ValueError if its picture does
-        not depend on the words or the source picture, or not only on these and its seed. If a batch
-        fails, or changes a picture, pictures are drawn one by one from now on."""
-        name, jobs = self.config.pipeline, trial_jobs(self.config)
+        """The start-up test: draw made-up jobs and compare their pictures. Raises ValueError if the
+        words or the source picture do not change a picture, or if the same job gives two different
+        pictures. If a batch fails, or changes a picture, the loop draws one by one from now on."""
+        name, jobs = self.config.pipeline, made_up_jobs(self.config)
         try:
             self._num_cut(self.config.prompt_of(jobs["base"].payload))
             alone = {job: self._draw([jobs[job]])[0] for job in jobs}
@@ -182,14 +185,14 @@ class StockLoop(DiffusionLoop[Config, Any]):
             if is_lost_device(error) or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
-                f"renderer.pipeline: a trial of {name} fails ({type(error).__name__}: {error}); "
-                "check renderer.arguments and renderer.record (image: null where it takes no "
-                "picture)"
+                f"renderer.pipeline: the start-up test of {name} fails ({type(error).__name__}: "
+                f"{error}); check renderer.arguments and renderer.interface (image: null where it "
+                "takes no picture)"
             ) from error
         if not all(((picture >= 0) & (picture <= 1)).all() for picture in alone.values()):
             raise ValueError(
-                f"renderer.pipeline: a trial of {name} draws NaN, or values beyond 0..1; try "
-                "another renderer.dtype (of your own class: a tensor of 0..1 for output_type 'pt')"
+                f"renderer.pipeline: in the start-up test {name} draws NaN, or values beyond 0..1; "
+                "try another renderer.dtype (your own class: a tensor of 0..1 for output_type 'pt')"
             )
         effects = {job: distance(alone["base"], alone[job]) for job in jobs if job != "base"}
         noise = effects.pop("noise")
@@ -197,7 +200,7 @@ class StockLoop(DiffusionLoop[Config, Any]):
             if not effect > NO_EFFECT:
                 raise ValueError(
                     f"renderer.pipeline: {name} draws the same picture for another {job}; check "
-                    "renderer.record (image, prompt) and renderer.arguments"
+                    "renderer.interface (image, prompt) and renderer.arguments"
                 )
         if not noise > NO_EFFECT:
             logger.warning("renderer diffusers: the seed does not change the pictures of %s", name)
@@ -215,8 +218,8 @@ class StockLoop(DiffusionLoop[Config, Any]):
     def _batch_problem(
         self, jobs: Mapping[str, RenderJob], alone: Mapping[str, torch.Tensor], most_apart: float
     ) -> str:
-        """What is wrong with drawing `jobs` together, whose pictures drawn alone are `alone`; '' if
-        nothing is, or they never share a batch."""
+        """What is wrong if `jobs` are drawn in one batch; '' if nothing is, or they never share a
+        batch. `alone`: their pictures, drawn one by one."""
         key, limit = batch_of(self.config, jobs["base"])
         if limit == 1:
             return ""
@@ -235,9 +238,9 @@ class StockLoop(DiffusionLoop[Config, Any]):
         return f"changes a picture by {max(wrong):.2g} on average" if wrong else ""
 
 
-def trial_jobs(config: Config) -> dict[str, RenderJob]:
+def made_up_jobs(config: Config) -> dict[str, RenderJob]:
     """A made-up job, and jobs that differ from it in one input each."""
-    size = (config.width_px or TRIAL_SIDE_PX, config.height_px or TRIAL_SIDE_PX)
+    size = (config.width_px or TEST_SIDE_PX, config.height_px or TEST_SIDE_PX)
     gradient = Image.linear_gradient("L").resize(size)
     turned = gradient.rotate(180)
     pictures = [
@@ -246,7 +249,7 @@ def trial_jobs(config: Config) -> dict[str, RenderJob]:
     ]
     others = pictures[:1] if config.call.max_images > 1 else []  # the last one is to be read, too
     samples = [
-        Sample(id=f"trial {i}", instruction="", sources=(*others, picture))
+        Sample(id=f"made-up {i}", instruction="", sources=(*others, picture))
         for i, picture in enumerate(pictures)
     ]
     words = "Turn the sky orange.", "Add a small white boat on the left."

@@ -1,7 +1,7 @@
-"""Reward plugin: how well the asked text can be read in the picture.
+"""Reward plugin: how well the target text can be read in the picture.
 
-The value is that of the text-rendering recipes of Flow-GRPO (arXiv 2505.05470, `flow_grpo/ocr.py`)
-and verl-omni (`reward_score/genrm_ocr.py`).
+The value is computed as in the text-rendering recipes of Flow-GRPO (arXiv 2505.05470,
+`flow_grpo/ocr.py`) and verl-omni (`reward_score/genrm_ocr.py`).
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ SAME = str.maketrans(
     | dict.fromkeys("\u2013\u2014", "-")  # dashes
 )
 QUOTES = (
-    re.compile(r'(?<!\d)"([^"]*)"'),  # after a digit it is an inch
-    re.compile(r"(?<!\w)'((?:[^']|(?<=\w)'(?=\w))+)'(?!\w)"),  # within a word: an apostrophe
+    re.compile(r'(?<!\d)"([^"]*)"'),  # after a digit, " means inches
+    re.compile(r"(?<!\w)'((?:[^']|(?<=\w)'(?=\w))+)'(?!\w)"),  # within a word, ' is an apostrophe
 )
-"""Double quotes, and single ones, which are looked for in a text without double ones."""
+"""Double quotes; single quotes, which count only in a text without double ones."""
 
 
 class Config(PluginConfig):
-    """Where the asked text is, and what a difference is."""
+    """Where the target text is, and which differences count."""
 
     text_column: str | None = None
-    """Key of `columns.hidden` with the asked text; null = what the instruction has in quotes ("",
-    “”, „“, «», 「」, and '' if there are no others), one after the other."""
+    """Key of `columns.hidden` that holds the target text; null = the texts in quotes in the
+    instruction ("", “”, „“, «», 「」, or '' if there are no others), in order."""
     ignore_case: bool = True
-    """Whether upper and lower case are the same, as in Flow-GRPO."""
+    """Whether upper and lower case count as the same, as in Flow-GRPO."""
     other_text: Literal["counts", "ignored"] = "counts"
-    """Text beside the asked one. counts: as in Flow-GRPO, free if all that was asked is read, else
-    each character is an error; ignored: only the part that is most like the asked text is compared,
-    for pictures with text of their own, such as a photograph's signs."""
+    """Other text in the picture. counts: each of its characters is an error, unless what is read
+    contains the target text (as in Flow-GRPO). ignored: only the part of what is read that is most
+    like the target text is compared: for pictures with text of their own, such as signs."""
     num_threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """Pictures that a rank reads at a time, a CPU core each."""
+    """Pictures that a rank reads at the same time, each on one CPU core."""
 
 
 class Ocr(Reward[Config]):
-    """How well the asked text can be read in the picture: value = 1 - distance / length of the
-    asked text, at least 0. The distance is the number of wrong, missing and superfluous characters
-    (Levenshtein), white space ignored; 0 if the asked text is within what is read.
+    """How well the target text can be read in the picture: value = 1 - distance / length of the
+    target text, at least 0. The distance is the Levenshtein distance to what is read, in
+    characters, white space ignored; it is 0 if what is read contains the target text.
 
     RapidOCR's PP-OCRv6 reads on the CPU (pip install 'vlm-edit-rl[ocr]'): Latin letters with
-    their accents, Chinese and Japanese; words in reading order if turned by up to 30 degrees. What
-    it reads is recorded, with its places. Part `exact`: 1 if the whole asked text is read without
-    an error, else 0."""
+    accents, Chinese and Japanese, in reading order if turned by up to 30 degrees. The episode has
+    what is read, and where. Part `exact`: 1 if what is read contains the target text without an
+    error, else 0."""
 
     needs = frozenset({"image"})
     reads_thoughts = False
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        """The first picture loads the network."""
+        """Loads nothing; the first picture loads the network."""
         super().__init__(config, resources)
         self._threads = ThreadPoolExecutor(config.num_threads, thread_name_prefix="ocr")
 
@@ -84,16 +84,16 @@ class Ocr(Reward[Config]):
 
     @classmethod
     def check_sample(cls, config: Config, sample: Sample) -> None:
-        if not asked_text(config, sample):
+        if not target_text(config, sample):
             raise UnusableSampleError(
-                "has no text that the reward ocr could look for: put it in quotes in the "
-                "instruction, or as a string in a hidden column that the reward's text_column names"
+                "has no target text for the reward ocr: put it in quotes in the instruction, or as "
+                "a string in a hidden column that the reward's text_column names"
             )
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """No value (UNGRADED) without an asked text."""
+        """No value (UNGRADED) without a target text."""
         started = time.monotonic()
-        asked = asked_text(self.config, reward_input.sample)
+        asked = target_text(self.config, reward_input.sample)
         if not asked or reward_input.image is None:
             return RewardOutput(None, failure="no_text: none is asked for, or nothing is drawn")
         regions = await asyncio.get_running_loop().run_in_executor(
@@ -112,11 +112,11 @@ class Ocr(Reward[Config]):
         )
 
 
-# ---- asked text ----------------------------------------------------------------------------------
+# ---- target text ---------------------------------------------------------------------------------
 
 
-def asked_text(config: Config, sample: Sample) -> str:
-    """The text that the picture should show, as it is compared; '' if there is none."""
+def target_text(config: Config, sample: Sample) -> str:
+    """The text that the picture should show, in the form that is compared; '' if there is none."""
     text = (
         " ".join(quoted(sample.instruction))
         if config.text_column is None
@@ -138,8 +138,8 @@ def comparable(config: Config, text: str) -> str:
 
 
 def similarity(asked: str, seen: str, ignores_other: bool) -> float:
-    """1 - distance / length of `asked`, from 0 to 1. `ignores_other`: the distance to the part of
-    `seen` that is nearest."""
+    """1 - distance / length of `asked`, from 0 to 1. `ignores_other`: the distance to the most
+    similar part of `seen`."""
     if asked in seen:
         return 1.0
     row = [0 if ignores_other else count for count in range(len(seen) + 1)]
@@ -166,21 +166,21 @@ def read(picture: Image) -> tuple[Region, ...]:
 
 @cache
 def _engine() -> Any:
-    """The process's OCR engine. A call of it takes one CPU core: ranks share a machine."""
+    """The process's OCR engine. A call takes one CPU core, because ranks share a machine."""
     from rapidocr import RapidOCR
 
     return RapidOCR(
         params={
-            "Global.log_level": "critical",  # to it, a picture without text is a warning
-            "Det.box_thresh": 0.7,  # with its default, 0.5, it finds digits in fur and wood
+            "Global.log_level": "critical",  # it warns at each picture without text
+            "Det.box_thresh": 0.7,  # at the default, 0.5, it reads digits in fur and wood
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
         }
     )
 
 
 def in_reading_order(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Lines from top to bottom, each from left to right. A region whose middle is above the bottom
-    of a line's highest region is on that line."""
+    """Lines from top to bottom, each from left to right. A region belongs to the line before it if
+    its middle is higher than the bottom of that line's topmost region."""
     lines: list[list[Region]] = []
     for region in sorted(regions, key=lambda region: region.box[1]):
         if not lines or (region.box[1] + region.box[3]) / 2 > lines[-1][0].box[3]:

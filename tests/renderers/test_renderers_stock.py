@@ -25,7 +25,7 @@ from tiny_stock import make_jobs, make_loop
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
 from rl.renderers.stock_pipeline import StockPipeline, pipelines
-from rl.renderers.stock_pipeline_config import RECORDS, Config
+from rl.renderers.stock_pipeline_config import INTERFACES, Config
 
 KLEIN = "Flux2KleinPipeline"
 
@@ -105,7 +105,7 @@ class Bright(Flux2KleinPipeline):
         (Twice, {}, "2 pictures"),
         (Bright, {}, "0..1"),
         (Flux2KleinPipeline, {"arguments": {"strenght": 1.0}}, "strenght"),
-        (Flux2KleinPipeline, {"record": {"tokenizer": "vae"}}, "add_special_tokens"),
+        (Flux2KleinPipeline, {"interface": {"tokenizer": "vae"}}, "add_special_tokens"),
     ],
 )
 def test_a_pipeline_that_cannot_be_trained_on_is_refused(
@@ -122,7 +122,7 @@ def test_a_pipeline_whose_batches_mix_pictures_draws_them_one_by_one(
     batch_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Flux2Klein takes a list of pictures as references for all prompts."""
-    loop = make_loop(KLEIN, record={"together": "all"}, batch_size=batch_size)
+    loop = make_loop(KLEIN, interface={"together": "all"}, batch_size=batch_size)
     jobs = make_jobs(same_source=False)
     drawn = dict(loop.render(jobs))
     assert "one by one" in caplog.text and loop.config.batch_size == 1
@@ -146,11 +146,11 @@ def test_each_input_counts_in_a_batch_of_two_and_in_several_sources() -> None:
     loop.try_out()
     assert loop.config.batch_size == 1
     with raising(ValueError, "renderer.pipeline ... another source picture"):
-        make_loop(KLEIN, pipeline, record={"max_images": 2}).try_out()
+        make_loop(KLEIN, pipeline, interface={"max_images": 2}).try_out()
 
 
 def test_several_source_pictures_are_one_set_of_references() -> None:
-    loop, [job, *_] = make_loop(KLEIN, record={"max_images": 4}), make_jobs()
+    loop, [job, *_] = make_loop(KLEIN, interface={"max_images": 4}), make_jobs()
     several = [
         replace(job, sample=replace(job.sample, sources=tuple(map(make_picture, range(number)))))
         for number in (2, 4, 5)
@@ -163,9 +163,15 @@ def test_several_source_pictures_are_one_set_of_references() -> None:
 
 
 def test_a_pipeline_without_its_tokenizer_reports_no_share() -> None:
-    loop = make_loop(KLEIN, record={"tokenizer": "tokenizer_3"})
+    loop = make_loop(KLEIN, interface={"tokenizer": "tokenizer_3"})
     list(loop.render(make_jobs()))
     assert loop.take_metrics() == {}
+
+
+def test_words_that_a_pipeline_can_neither_read_nor_cut_are_the_policy_s_failure() -> None:
+    loop, [job, *_] = make_loop("LongCatImageEditPipeline"), make_jobs()
+    [(_, failure)] = loop.render([replace(job, payload="z" * 513)])
+    assert isinstance(failure, RenderFailure) and failure.blame == "policy"
 
 
 def test_what_the_text_limit_cuts_off_is_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,8 +188,8 @@ def test_what_the_text_limit_cuts_off_is_counted(caplog: pytest.LogCaptureFixtur
     [
         ({}, 'a "b" {json}', 'a "b" {json}'),
         ({"pipeline": "BriaFiboEditPipeline"}, 'ä "b"', '{"edit_instruction": "ä \\"b\\""}'),
-        ({"record": {"prompt": "Edit: {words}."}}, "a", "Edit: a."),
-        ({"record": {"prompt": "{words} {json}"}}, "{json}", '{json} "{json}"'),
+        ({"interface": {"prompt": "Edit: {words}."}}, "a", "Edit: a."),
+        ({"interface": {"prompt": "{words} {json}"}}, "{json}", '{json} "{json}"'),
     ],
 )
 def test_words_are_put_into_the_pipeline_s_prompt(
@@ -201,8 +207,12 @@ def test_words_are_put_into_the_pipeline_s_prompt(
         ({"height_px": 64, "width_px": 70}, "width_px: 70"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
         ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
-        ({"pipeline": "FluxKontextPipeline", "record": {"max_images": 2}}, "record.max_images"),
+        (
+            {"pipeline": "FluxKontextPipeline", "interface": {"max_images": 2}},
+            "interface.max_images",
+        ),
         ({"arguments": {"num_images_per_prompt": 2}}, "arguments: num_images_per_prompt"),
+        ({"interface": {"max_images": 2, "together": "all"}}, "interface.max_images: .*together"),
     ],
 )
 def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
@@ -212,21 +222,21 @@ def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
 
 
 def test_a_pipeline_may_be_named_by_its_module() -> None:
-    assert Config(pipeline="diffusers.Flux2KleinPipeline").call == RECORDS[KLEIN]
+    assert Config(pipeline="diffusers.Flux2KleinPipeline").call == INTERFACES[KLEIN]
 
 
 def test_every_known_pipeline_is_in_diffusers_and_every_known_editor_is_tried() -> None:
-    assert RECORDS.keys() <= set(pipelines())
-    assert {name for name, record in RECORDS.items() if record.image} == tiny_stock.MAKERS.keys()
+    assert INTERFACES.keys() <= set(pipelines())
+    assert {name for name, each in INTERFACES.items() if each.image} == tiny_stock.MAKERS.keys()
 
 
-def test_weights_on_the_host_visit_the_gpu_part_by_part() -> None:
+def test_weights_in_host_memory_are_on_the_gpu_part_by_part() -> None:
     on_device, on_host = (
         StockPipeline.cost(Config(residency=where, height_px=1024, width_px=1024, batch_size=2))
         for where in ("device", "host")
     )
     assert sum(on_device.weights.values()) == on_host.host_weights == pytest.approx(7.982e9)
-    assert (on_device.visiting, on_host.visiting, on_host.weights) == (0, 4.022e9, {})
+    assert (on_device.largest_part, on_host.largest_part, on_host.weights) == (0, 4.022e9, {})
     # 4096 tokens of the picture, as many of its source, 512 of text; 2 x 22 tensors of 3072.
     assert on_host.activations["transformer"] == 2 * 22 * 3072 * (2 * 4096 + 512)
 

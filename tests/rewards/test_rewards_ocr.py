@@ -89,7 +89,7 @@ def test_the_reading_order_is_lines_from_the_top_each_from_the_left() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, 7, " "])
-def test_a_sample_without_an_asked_text_is_ungraded(asked: Any) -> None:
+def test_a_sample_without_a_target_text_is_ungraded(asked: Any) -> None:
     grade = grade_of(Image.new("RGB", (8, 8)), asked)
     assert grade.value is None and holds(grade.failure, "no_text: ")
 
@@ -98,10 +98,10 @@ def test_a_sample_without_an_asked_text_is_ungraded(asked: Any) -> None:
     ("row", "config", "weight", "parts"),
     [
         ({"instruction": SIGN}, {}, 1, ""),
-        ({"instruction": "a shop"}, {}, 1, "row 2: has no text ... quotes"),
+        ({"instruction": "a shop"}, {}, 1, "row 2: has no target text ... quotes"),
         ({"instruction": "a shop"}, {}, 0, ""),  # logged only
         ({"instruction": "a shop", "sign": "STOP"}, COLUMN, 1, ""),
-        ({"instruction": SIGN, "sign": 7}, COLUMN, 1, "row 2: has no text ... text_column"),
+        ({"instruction": SIGN, "sign": 7}, COLUMN, 1, "row 2: has no target text ... text_column"),
     ],
 )
 def test_a_row_without_a_text_to_read_is_refused_before_a_model_is_loaded(
