@@ -752,8 +752,7 @@ def from_earl(
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    merged = merge(run, direct)
-    data = merged["data"]
+    data = merge(run, direct)["data"]
     if isinstance(data, Mapping) and not data["validation"]:
         run["evaluation"]["every_n_iterations"] = 0
     return merge(run, direct), problems
