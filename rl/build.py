@@ -20,7 +20,7 @@ from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import PromptTemplate, UnusableSampleError
-from rl.config.loading import nearest, validate
+from rl.config.loading import is_dotted_path, nearest, validate
 from rl.config.schema import (
     SHIPPED_LOSSES,
     ConfigError,
@@ -257,7 +257,7 @@ def find_plugin(
 ) -> tuple[Plugin[Any] | None, list[str]]:
     """(the plugin that `section` names, or None; problems). Imports it."""
     name, known = section.get("type"), list(SHIPPED[kind])
-    if name not in known and not (isinstance(name, str) and find.is_dotted_path(name)):
+    if name not in known and not (isinstance(name, str) and is_dotted_path(name)):
         hint = nearest(str(name or ""), known)
         own = "(one of your own: its dotted path, 'my_package.my_plugin')"
         stated = "missing" if name is None else f"no plugin {name!r} in rl/{kind}"

@@ -69,6 +69,8 @@ _BASE64 = re.compile(
 """A word that may be base64 of eight bytes or more, or lines of it. It includes backslashes before
 it. It does not begin with the letter of an escaped line end (`\\n`)."""
 _IN_BASE64 = str.maketrans("-_", "+/", "\r\n")
+_Variables = tuple[tuple[str, str], ...]
+"""(name, value); of secrets, the longest value first."""
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
 """([(a secret as in `_folded` text, its variable)], [(the part of its base64 that does not depend
 on its neighbours, its variable)])."""
@@ -110,7 +112,7 @@ def scrubbed(value: Any) -> Any:
     return with_leaves(value, lambda leaf: scrub(leaf, forms) if isinstance(leaf, str) else leaf)
 
 
-def secrets() -> tuple[tuple[str, str], ...]:
+def secrets() -> _Variables:
     """(name, value) of every secret in the current environment, the longest value first.
 
     Secrets are the values of variables that are named like a secret (`..._KEY`, `DB_PASS`,
@@ -145,9 +147,7 @@ def is_secret_name(name: str) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _secrets(
-    environment: tuple[tuple[str, str], ...], remembered: frozenset[str]
-) -> tuple[tuple[str, str], ...]:
+def _secrets(environment: _Variables, remembered: frozenset[str]) -> _Variables:
     name_of: dict[str, str] = {}
     for name, value in environment:
         for candidate in _candidates(value, name in remembered or is_secret_name(name)):
@@ -174,7 +174,7 @@ def _candidates(value: str, is_secret: bool) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
+def _forms(named_secrets: _Variables) -> _Forms:
     forms, cores = [], []
     for name, secret in named_secrets:
         data = secret.encode("utf-8", "surrogateescape")

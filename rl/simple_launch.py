@@ -226,10 +226,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
-    few_ranks = args.nproc is not None and args.nproc < 1
     several = args.nnodes > 1
     for is_wrong, problem in (
-        (few_ranks, f"--nproc {args.nproc}: at least one rank is needed"),
+        (
+            args.nproc is not None and args.nproc < 1,
+            f"--nproc {args.nproc}: at least one rank is needed",
+        ),
         (args.nnodes < 1, f"--nnodes {args.nnodes}: at least one node is needed"),
         (
             not 0 <= args.node_rank < args.nnodes,

@@ -77,11 +77,6 @@ def attempt(label: str, run: Callable[[], T]) -> tuple[T | None, list[str]]:
 # ---- from a name to a class ----------------------------------------------------------------------
 
 
-def is_dotted_path(name: str) -> bool:
-    """'my_package.my_plugin': Python names, joined by dots."""
-    return "." in name and all(part.isidentifier() for part in name.split("."))
-
-
 def import_plugin(dotted: str) -> ValueAndProblems:
     """The attribute `dotted` of its module, or the module of that name."""
     parent, _, name = dotted.rpartition(".")

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 from rl.api.judge import Judge
 from rl.api.metric import Metric
 from rl.config.loading import is_folder
-from rl.config.schema import MAX_COUNT, MetricName, RunConfig, Section, Unread
+from rl.config.schema import AtLeast1, MetricName, RunConfig, Section, Unread
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
@@ -57,7 +57,7 @@ class FrozenModelConfig(PlacedConfig):
     """Hub id or local folder (safetensors)."""
     revision: Annotated[str | None, Unread("model_path", is_folder)] = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
-    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 8
+    batch_size: Annotated[AtLeast1, SavesMemory(1)] = 8
     """Pictures per batch; halved permanently when a batch does not fit in memory."""
 
 

@@ -530,8 +530,7 @@ def _memory_lines(resolved: Resolved, gpu_gb: float, unfit: Sequence[str]) -> li
     unknown = [f"unknown: {text}" for text in memory_plan.unknowns(resolved)]
     planned = memory_plan.plan_of(resolved, gpu_gb)
     if planned is None:
-        device = memory_plan.policy_device(resolved)
-        return unknown or [f"not planned: policy.device is {device!r}"]
+        return unknown or [f"not planned: policy.device is {memory_plan.policy_device(resolved)!r}"]
     lines = _table(planned)
     if planned.engine is not None:
         lines.append(memory_plan.engine_line(planned, gpu_gb))

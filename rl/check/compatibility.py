@@ -113,8 +113,7 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
             f"(policy.max_prompt_tokens) with a completion of {completion_len} "
             f"(sampling.max_completion_tokens); needs {prompt_len + completion_len}"
         )
-    thought = policy.config.thought
-    if thought is not None and not policy.cls.thinks:
+    if policy.config.thought is not None and not policy.cls.thinks:
         yield f"policy.thought: policy {policy.name} does not read it; drop the key"
 
 
@@ -191,22 +190,21 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
     return dist.problems(claims(resolved), rank_devices, machine=None)
 
 
-def why_not_zero3(resolved: Resolved) -> list[str]:
+def why_not_zero3(resolved: Resolved) -> Iterator[str]:
     """What needs the complete weights, which ZeRO-3 shards."""
-    problems, policy = [], resolved.policy.config
+    policy = resolved.policy.config
     if resolved.engine.cls.samples_with_trainer:
-        problems.append(
+        yield (
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
     reads_base = getattr(policy, "conditioning", "policy") == "base"
     if policy.lora is None and (resolved.config.algorithm.kl_coeff or reads_base):
-        problems.append(
+        yield (
             "optimizer.zero_stage: full fine-tuning under ZeRO-3 keeps no starting weights, which "
             "the KL term and policy.conditioning 'base' read; use 2, or set algorithm.kl_coeff=0 "
             "and policy.conditioning=policy"
         )
-    return problems
 
 
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
@@ -274,8 +272,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     edits = template is not None and template.needs_picture
     edits = edits or renderer.cls.needs_source_with(renderer.config)
     for plugin in [*resolved.train, *resolved.validation]:
-        has_source = "source" in plugin.cls.provides(plugin.config)
-        if edits and not has_source:
+        if edits and "source" not in plugin.cls.provides(plugin.config):
             yield (
                 f"{plugin.key}: renderer {renderer.name} edits pictures, and these samples have no "
                 "source; map a column to it"
@@ -352,8 +349,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     in_both = old.get("rewards", {}).keys() & new.get("rewards", {}).keys()
     changed = (_held_out_only(old) | _held_out_only(new)) - in_both  # nothing is trained on them
     old_flat, new_flat = _flat(old, changed), _flat(new, changed)
-    breaking: list[str] = []
-    noted: list[str] = []
+    changes: dict[Effect, list[str]] = {"harmless": [], "noted": [], "breaks": []}
     for key in old_flat | new_flat:
         before = old_flat.get(key, VALUES_OF_OLD_RUNS.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
@@ -361,18 +357,16 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
             # 'drop' and 'kl_only' differ only in a KL term.
             consequence = consequence if new_flat.get("algorithm.kl_coeff") else "harmless"
-        if before != after and consequence != "harmless":
-            (noted if consequence == "noted" else breaking).append(
-                f"{key}: {before!r} -> {after!r}"
-            )
-    if breaking:
-        listed = "\n  ".join(breaking)
+        if before != after:
+            changes[consequence].append(f"{key}: {before!r} -> {after!r}")
+    if changes["breaks"]:
+        listed = "\n  ".join(changes["breaks"])
         raise ValueError(
             f"run {new.get('run_name')!r} has checkpoints made with another config, and these keys "
             f"break it (checkpoint -> now):\n  {listed}\n"
             "Set them back to resume, or choose another run_name to start afresh."
         )
-    return noted
+    return changes["noted"]
 
 
 def _held_out_only(config: Mapping[str, Any]) -> set[str]:
@@ -480,7 +474,7 @@ def _plan_problem(resolved: Resolved, planned: Plan, gpu_gb: float) -> str:
         section, _, name = key.partition(".")
         if name == "zero_stage" and optimizer.backend == "torch":
             continue  # which shards nothing
-        if value == 3 and why_not_zero3(resolved):
+        if value == 3 and any(why_not_zero3(resolved)):
             continue
         if is_full_of(part) and getattr(sections[section], name, value) not in (value, *useless):
             remedies.append(f"{key}={value}" + (f" ({cost})" if cost else ""))

@@ -485,8 +485,7 @@ def unknowns(resolved: Resolved) -> Iterator[str]:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         cost = plugin.cls.cost(plugin.config)
         if on_gpu and not sum(cost.weights.values()) + cost.largest_part:
-            path = plugin.paths[0]
-            yield f"{plugin.key}: {plugin.name} does not know the size of {path!r}"
+            yield f"{plugin.key}: {plugin.name} does not know the size of {plugin.paths[0]!r}"
     if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
         yield (
             "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "

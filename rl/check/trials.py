@@ -229,8 +229,7 @@ async def _ask_reward(
     reward_input: RewardInput,
     result: JudgeCheck,
 ) -> None:
-    needs = plugin.cls.needs_with(plugin.config)
-    if plugin.cls.runs_model or (is_made_up and needs - READABLE):
+    if plugin.cls.runs_model or (is_made_up and plugin.cls.needs_with(plugin.config) - READABLE):
         reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
         result.lines.append(f"{plugin.key}: not asked, since it {reason}")
         return

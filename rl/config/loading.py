@@ -124,6 +124,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"known: {', '.join(shown)}{', ...' if len(shown) < len(known) else ''}"
 
 
+def is_dotted_path(name: str) -> bool:
+    """'my_package.my_plugin': Python names, joined by dots."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
 def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     """(dotted key, section) of `model` and of every section inside it."""
     yield at, model
@@ -747,8 +752,7 @@ def from_earl(
         for parent in parents:
             section = section.setdefault(parent, {})
         section[name] = value
-    merged = merge(run, direct)
-    data = merged["data"]
+    data = merge(run, direct)["data"]
     if isinstance(data, Mapping) and not data["validation"]:
         run["evaluation"]["every_n_iterations"] = 0
     return merge(run, direct), problems

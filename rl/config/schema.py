@@ -32,6 +32,8 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 
 MAX_COUNT = 10**9
 """Upper limit of every count."""
+AtLeast0 = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+AtLeast1 = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 MAX_EPISODES = 10**6
 """Upper limit of prompts per iteration and of completions per prompt; all are in memory."""
 MAX_TOKENS = 10**7
@@ -172,8 +174,7 @@ class AlgorithmConfig(Section):
     @field_validator("loss")
     @classmethod
     def _is_a_loss(cls, name: str) -> str:
-        is_path = "." in name and all(part.isidentifier() for part in name.split("."))
-        if name not in SHIPPED_LOSSES and not is_path:
+        if name not in SHIPPED_LOSSES and not loading.is_dotted_path(name):
             raise ValueError(
                 f"{name!r} given, must be a shipped loss ({nearest(name, SHIPPED_LOSSES)}), or the "
                 "dotted path of a function of your own, 'my_package.my_loss'"
@@ -194,7 +195,7 @@ class OptimizerConfig(Section):
     """Peak AdamW learning rate."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Last iteration's learning rate divided by the peak; linear decay between (1 = constant)."""
-    warmup_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    warmup_iterations: AtLeast0 = 0
     """Linear warm-up, iterations."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
@@ -204,14 +205,14 @@ class OptimizerConfig(Section):
     """AdamW decoupled weight decay, of matrices only: not norms, biases, embeddings, tied heads."""
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] = 1.0
     """Global gradient-norm clip."""
-    max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8192
+    max_tokens_per_micro_batch: AtLeast1 = 8192
     """Token limit of one forward/backward on a rank: whole groups, each prompt counted once. A
     longer group is split between completions; each part then repeats the prompt."""
-    max_kept_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    max_kept_tokens: AtLeast0 | None = None
     """Tokens whose rollout forward is kept for the backward, which saves a second forward (only
     where that is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all tokens
     of the iteration; fewer need less memory."""
-    updates_per_iteration: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
+    updates_per_iteration: AtLeast1 = 1
     """Optimizer steps per batch of rollouts; the batch is split into that many parts by group."""
     gradient_checkpointing: bool | Literal["mlp"] = False
     """Recompute activations in the backward. true: whole layers; least memory, a third more
@@ -244,7 +245,7 @@ class JudgeConfig(Section):
     """Requests in flight per rank, over all of api_base together."""
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Timeout of one request, s."""
-    max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
+    max_attempts: AtLeast1 = 6
     """Limit of tries per question. Transport errors and unreadable replies count; a reply that asks
     to wait (HTTP 429, or 408, 425, 5xx with Retry-After) does not."""
     temperature: Temperature = 0.0
@@ -304,10 +305,10 @@ class SourceKeys(Section):
 class EvaluationConfig(Section):
     """The held-out evaluation: one completion per sample, greedy by default."""
 
-    every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    every_n_iterations: AtLeast0 = 0
     """Iterations between evaluations; one is before the first and one after the last, too. 0 =
     never."""
-    num_samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
+    num_samples: AtLeast1 = 64
     """How many samples, from the start of the validation mixture, over all ranks."""
     temperature: Temperature = 0.0
     """Softmax temperature; 0 = the likeliest token. Use 1 for image tokens: the likeliest ones make
@@ -330,11 +331,11 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written, kept and pushed."""
 
-    save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
+    save_every_n_iterations: AtLeast1 = 50
     """Iterations between checkpoints from which a run can resume."""
-    keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    keep_every_n_iterations: AtLeast0 = 0
     """Iterations between checkpoints kept for ever (0: none) beside the newest two and the best."""
-    push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    push_to_hub_every_n_iterations: AtLeast0 = 0
     """Iterations between pushes; 0 = never. The model goes to `main` and, after 20 iterations, to a
     branch ckpt_000020, while training goes on. A failed push is logged, never fatal."""
     push_to_hub_repo_id: Annotated[str, Unread("push_to_hub_every_n_iterations", 0)] = ""
@@ -358,11 +359,11 @@ class TrackingConfig(Section):
     """trackio's files in <run>/trackio; nothing is uploaded. `rl check` says how to install it."""
     trackio_space: Annotated[str, Unread("trackio", False)] = ""
     """Hub Space that gets trackio's files instead, e.g. 'me/my-runs'; a new one is private."""
-    log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
+    log_episodes_every_n_iterations: AtLeast0 = 1
     """Iterations between episode records (text, reward parts, replies, images); 0 = never."""
-    images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 16
+    images_per_iteration: Annotated[AtLeast0, NO_EPISODES] = 16
     """Pictures written per logged iteration, over all ranks."""
-    keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT), NO_EPISODES] = 0
+    keep_images_of_last_n_iterations: Annotated[AtLeast0, NO_EPISODES] = 0
     """Newest iterations whose training pictures are kept, the small ones too; records are always
     kept. 0 = all."""
     page: bool = True
@@ -426,7 +427,7 @@ class RunConfig(Section):
     """Runs live in <base_exp_dir>/<run_name>/."""
     seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
-    num_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    num_iterations: AtLeast1 | None = None
     """Iterations (one batch of rollouts each); set either this or num_epochs."""
     num_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the training mixture."""

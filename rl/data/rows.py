@@ -266,8 +266,7 @@ class Columns(Section):
         """The columns of the source pictures in a row or table that has these keys."""
         if isinstance(self.source, tuple):
             return self.source
-        is_default = "source" not in self.model_fields_set
-        if is_default and SEVERAL in keys and self.source not in keys:
+        if "source" not in self.model_fields_set and SEVERAL in keys and self.source not in keys:
             return (SEVERAL,)
         return (self.source,) if self.source else ()
 

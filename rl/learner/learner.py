@@ -24,7 +24,7 @@ from rl.learner.backends import (
 )
 from rl.learner.train_step import (
     Inference,
-    Member,
+    Logprobs,
     Minibatch,
     TrainStep,
     by_member,
@@ -152,7 +152,7 @@ class Learner:
         budget = self._config.optimizer.max_tokens_per_micro_batch
         ids_P1 = [[ids] for _, ids in rows]
         inference = Inference(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
-        logprobs_of: dict[Member, list[float]] = {}
+        logprobs_of: Logprobs = {}
         for micro_batch in inference.micro_batches:
             _, outputs = inference.forward(micro_batch)
             logprobs_of |= by_member(micro_batch, micro_batch.members, outputs)

@@ -41,6 +41,9 @@ Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
 FILLER: Member = (-1, 0)
 """A row without loss that keeps this rank in step with the others."""
+Members = tuple[Member, ...]
+Logprobs = dict[Member, list[float]]
+"""Completion -> the log-probs of its own tokens, nats."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +51,13 @@ class MicroBatch:
     """Rows of one packed forward: whole groups where they fit in the token budget."""
 
     rows: tuple[Row, ...]
-    members: tuple[Member, ...]
+    members: Members
     """The completion that each row belongs to."""
-    trainable: tuple[Member, ...] = ()
+    trainable: Members = ()
     """All members but fillers and those of the bare variant."""
 
     @property
-    def to_read(self) -> tuple[Member, ...]:
+    def to_read(self) -> Members:
         """Members whose reference and old log-probs are computed: the trainable ones or, without
         any, one other, because ranks may have to forward together."""
         return self.trainable or self.members[:1]
@@ -143,7 +146,7 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
 
 def by_member(
     micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
-) -> dict[Member, list[float]]:
+) -> Logprobs:
     """Completion -> the log-probs of its own tokens, without padding, nats."""
     values_BC = outputs.logprobs.detach().tolist()
     rows = micro_batch.rows_of(members)
@@ -317,7 +320,7 @@ class LearnerMetrics:
 
 log = logging.getLogger(__name__)
 
-MembersOf = Mapping[MicroBatch, tuple[Member, ...]]
+MembersOf = Mapping[MicroBatch, Members]
 """Micro-batches, in order -> those of their rows that are computed."""
 
 
@@ -336,7 +339,7 @@ class Minibatch:
 class KeptForward:
     """A forward with its graph."""
 
-    members: tuple[Member, ...]
+    members: Members
     logprobs: torch.Tensor
     """[B, C] float32, nats, with gradient."""
     entropy: torch.Tensor
@@ -370,12 +373,12 @@ class TrainStep:
     the rewards point."""
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_tokens_kept_so_far: int = 0  # graphs that are freed again included
-    _old: dict[Member, list[float]] = field(default_factory=dict)
+    _old: Logprobs = field(default_factory=dict)
     """Log-probs under the rollout's weights, nats."""
-    _reference: dict[Member, list[float]] = field(default_factory=dict)
+    _reference: Logprobs = field(default_factory=dict)
     _sequences: dict[Member, TrainSequence] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
-    _trained: list[tuple[MicroBatch, tuple[Member, ...], torch.Tensor, torch.Tensor]] = field(
+    _trained: list[tuple[MicroBatch, Members, torch.Tensor, torch.Tensor]] = field(
         default_factory=list
     )
     """The backwards of the first step, if it `measures_rise`: rows, log-probs and loss mask."""
@@ -470,7 +473,7 @@ class TrainStep:
             self._measure_rise()
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
-    def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
+    def _to_train(self, micro_batch: MicroBatch) -> Members:
         """The rows of its backward, once all are graded. Where the graph may be kept, all trainable
         rows if any has loss: which forwards were kept must not change a sum. Elsewhere only the
         rows with loss."""
@@ -525,9 +528,7 @@ class TrainStep:
             self._num_tokens_kept_so_far += micro_batch.num_tokens
         return batch, outputs
 
-    def _logprobs_of(
-        self, micro_batch: MicroBatch, members: Sequence[Member]
-    ) -> dict[Member, list[float]]:
+    def _logprobs_of(self, micro_batch: MicroBatch, members: Sequence[Member]) -> Logprobs:
         """`by_member` of some of a micro-batch's rows, without a graph, in evaluation mode."""
         _, outputs = self._run(micro_batch, members, keep=False)
         return by_member(micro_batch, members, outputs)
@@ -569,9 +570,7 @@ class TrainStep:
     def _reference_known(self, members: Sequence[Member]) -> bool:
         return not self.config.algorithm.kl_coeff or self._reference.keys() >= {*members}
 
-    def _backward(
-        self, minibatch: Minibatch, micro_batch: MicroBatch, members: tuple[Member, ...]
-    ) -> None:
+    def _backward(self, minibatch: Minibatch, micro_batch: MicroBatch, members: Members) -> None:
         """Run the loss and the backward, after a forward unless one was kept."""
         kept = self._kept.pop(micro_batch, None)
         if kept is None:

@@ -27,7 +27,7 @@ from rl.api.types import (
     Sample,
     UnusableSampleError,
 )
-from rl.config.schema import MAX_COUNT
+from rl.config.schema import MAX_COUNT, AtLeast1
 from rl.files import MAX_SIDE_SUM, digest, over_white, size_of_area
 from rl.policies import prompting
 from rl.policies.policy_base import TrainedPolicyConfig, folder_here, load_tokenizer
@@ -346,7 +346,7 @@ class Config(TrainedPolicyConfig):
     conditioning: Annotated[Literal["policy", "base"], NO_STATES] = "policy"
     """Weights that make the renderer's hidden states: 'policy', the trained ones (the same forward
     gives the old log-probs), or 'base', the untrained ones (the renderer sees no drifted state)."""
-    image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    image_min_pixels: AtLeast1 | None = None
     """Smallest picture area the model sees, px; null = the processor's own."""
     image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""

@@ -117,14 +117,12 @@ class HangWatch:
             f"rank {rank} has made no progress for {state.idle_s:.0f} s, in phase {beat.phase} "
             f"for {now_s - beat.phase_since_s:.0f} s ({beat.where}): "
         )
-        if state.kind == "waits":
-            text += "all ranks here wait for other ranks"
-        elif state.kind == "stopped":
-            text += f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)"
-        elif state.kind == "silent":
-            text += "Python does not run in it: a call holds the GIL, or a disk is dead"
-        else:
-            text += "a deadlock, or one long call"
+        causes = {
+            "waits": "all ranks here wait for other ranks",
+            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)",
+            "silent": "Python does not run in it: a call holds the GIL, or a disk is dead",
+        }
+        text += causes.get(state.kind, "a deadlock, or one long call")
         if state.kind != "waits":
             waiting = [r for r, s in states.items() if r != rank and s.beat.waits_for_ranks]
             text += "".join(f"; rank {other} waits for it" for other in waiting)

@@ -48,9 +48,8 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         exit_codes.append(FINISHED_CODE)
     except SystemExit as error:
-        reason = f"SystemExit: {error.code}"
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        _write_note(note, ended_ns=time.time_ns(), reason=reason)
+        _write_note(note, ended_ns=time.time_ns(), reason=f"SystemExit: {error.code}")
         is_end = code == 0 and target != "rl.train"  # which ends by returning
         exit_codes.append(FINISHED_CODE if is_end else code)
         raise

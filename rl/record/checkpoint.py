@@ -179,8 +179,7 @@ class Checkpoints:
     def publish(self, iteration: int, model_card: Callable[[], str], final: bool = False) -> None:
         """Write the model card, now with the held-out results, into that iteration's checkpoint,
         if it exists, and push to the hub when due. Called on rank 0."""
-        path = self.folder / f"step_{iteration:06d}"
-        model = path / MODEL_FOLDER
+        model = self.folder / f"step_{iteration:06d}" / MODEL_FOLDER
         if not model.is_dir():
             return
         try:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 # Base class of the renderer plugins for diffusers pipelines.
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig, default=FrozenModelConfig)
+HubParameters = Mapping[str, Mapping[str, float]]
+"""Hub id -> part -> parameters on the device."""
+LoopAndLoader = tuple[Any, Callable[[Any, str], Any]]
+"""(the class of a render loop, the function that loads its models to a device)."""
 
 
 class DiffusionRenderer(Renderer[ConfigT]):
@@ -35,8 +39,7 @@ class DiffusionRenderer(Renderer[ConfigT]):
 
     side_multiple_px: ClassVar[int]
     """Sides of a fixed picture size are multiples of this."""
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
-    """Hub id -> part -> parameters on the device."""
+    hub_parameters: ClassVar[HubParameters]
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         super().__init__(config, resources)
@@ -48,9 +51,8 @@ class DiffusionRenderer(Renderer[ConfigT]):
 
     @classmethod
     @abstractmethod
-    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
-        """(the class of the render loop, the function that loads its models to a device). They
-        import torch."""
+    def loop_and_loader(cls) -> LoopAndLoader:
+        """They import torch."""
 
     @classmethod
     def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
@@ -68,7 +70,7 @@ class DiffusionRenderer(Renderer[ConfigT]):
         sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
         stated = {key: side for key, side in sides.items() if side is not None}
         if len(stated) == 1:
-            yield "height_px: set both height_px and width_px for a fixed size, or neither"
+            yield "height_px, width_px: set both for a fixed size, or neither"
         for key, side in stated.items():
             if side % unit:
                 yield f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"

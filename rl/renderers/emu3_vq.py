@@ -9,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
 from rl.api.plugin import Dtype, FrozenModelConfig, ModelCost, ModelFiles, Resources, SavesMemory
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
-from rl.config.schema import MAX_COUNT
+from rl.config.schema import AtLeast1
 from rl.ranks.dist import resolve_device
 from rl.renderers.vq_checkpoint import ORIGINAL, STANDALONE, count_parameters, tokenizer_config
 
@@ -35,7 +33,7 @@ class Config(FrozenModelConfig):
     """Hub id or local folder (safetensors): BAAI's tokenizer, or an `Emu3VQVAE`."""
     dtype: Dtype = "float32"
     """Data type of the decoder; weights stored in another one are converted when loaded."""
-    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT), SavesMemory(1)] = 16
+    batch_size: Annotated[AtLeast1, SavesMemory(1)] = 16
     """Pictures of 256x256 px per batch, proportionally fewer of larger ones; halved for a batch
     that does not fit in memory."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.files import MAX_SIDE_SUM
-from rl.renderers.diffusion_renderer import shape_of
+from rl.renderers.diffusion_renderer import HubParameters, LoopAndLoader, shape_of
 from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
 from rl.renderers.qwen_image_config import (
     PATCH_PX,
@@ -43,13 +43,13 @@ class QwenImage21(QwenImage[Config]):
     side_multiple_px = SIZE_MULTIPLE_PX
     state_dim_key = "context_in_dim"
     hub_state_dim = 4096  # Qwen3-VL-8B
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    hub_parameters: ClassVar[HubParameters] = {
         model: {"transformer": 7.115e9, "vae": 0.338e9}
         for model in ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo")
     }
 
     @classmethod
-    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+    def loop_and_loader(cls) -> LoopAndLoader:
         from rl.renderers.qwen_image_21_loop import QwenImage21Loop, load_parts
 
         return QwenImage21Loop, load_parts

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +11,7 @@ from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT
 from rl.model_files import num_parameters
+from rl.renderers.diffusion_renderer import HubParameters, LoopAndLoader
 from rl.renderers.qwen_image_config import (
     MODULATIONS,
     PATCH_PX,
@@ -52,13 +52,13 @@ class QwenImageEditor(QwenImage[ConfigT]):
     side_multiple_px = PATCH_PX
     state_dim_key = "joint_attention_dim"
     hub_state_dim = 3584  # Qwen2.5-VL-7B
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    hub_parameters: ClassVar[HubParameters] = {
         f"Qwen/Qwen-Image-Edit{version}": {"transformer": 13.63e9, "vae": 0.127e9}
         for version in ("", "-2509", "-2511")
     }
 
     @classmethod
-    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+    def loop_and_loader(cls) -> LoopAndLoader:
         from rl.renderers.qwen_image_loop import QwenImageLoop, load_parts
 
         return QwenImageLoop, load_parts

@@ -231,8 +231,7 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
         if num_sources > most:
             reason = f"too_many_sources: {num_sources}; this renderer reads at most {most}"
             return RenderFailure(reason)
-        bucket = self.bucket_of(self.config, job)
-        needed, limit = self._positions(job, bucket)
+        needed, limit = self._positions(job, self.bucket_of(self.config, job))
         if needed <= limit:
             return None
         reason = f"too_long: {needed} positions of text and pictures, room for {limit}"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles
-from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
+from rl.renderers.diffusion_renderer import (
+    DiffusionRenderer,
+    HubParameters,
+    LoopAndLoader,
+    shape_of,
+)
 from rl.renderers.sd3_config import PATCH_PX, Config
 
 TEXT_TOKENS_CLIP = 77
@@ -26,7 +31,7 @@ class SD3(DiffusionRenderer[Config]):
 
     accepts = "text"
     side_multiple_px = PATCH_PX
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    hub_parameters: ClassVar[HubParameters] = {
         f"stabilityai/stable-diffusion-{name}": {"transformer": size, **_ENCODERS, "vae": 83.82e6}
         for name, size in (
             ("3-medium-diffusers", 2.028e9),
@@ -43,7 +48,7 @@ class SD3(DiffusionRenderer[Config]):
     }
 
     @classmethod
-    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+    def loop_and_loader(cls) -> LoopAndLoader:
         from rl.renderers.sd3_loop import SD3Loop, load_parts
 
         return SD3Loop, load_parts

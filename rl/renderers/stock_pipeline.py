@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from rl.api.find import is_dotted_path
 from rl.api.metric import Metric
 from rl.api.plugin import ModelCost, ModelFiles
 from rl.api.types import RenderJob
-from rl.config.loading import nearest
+from rl.config.loading import is_dotted_path, nearest
 from rl.config.schema import RunConfig
-from rl.renderers.diffusion_renderer import DiffusionRenderer, shape_of
+from rl.renderers.diffusion_renderer import (
+    DiffusionRenderer,
+    HubParameters,
+    LoopAndLoader,
+    shape_of,
+)
 from rl.renderers.stock_pipeline_config import PATCH_PX, Config, batch_of
 
 KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
@@ -35,7 +39,7 @@ class StockPipeline(DiffusionRenderer[Config]):
 
     accepts = "text"
     side_multiple_px = PATCH_PX
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    hub_parameters: ClassVar[HubParameters] = {
         "black-forest-labs/FLUX.2-klein-4B": {
             "text_encoder": 4.022e9,
             "transformer": 3.876e9,
@@ -48,7 +52,7 @@ class StockPipeline(DiffusionRenderer[Config]):
     }
 
     @classmethod
-    def loop_and_loader(cls) -> tuple[Any, Callable[[Any, str], Any]]:
+    def loop_and_loader(cls) -> LoopAndLoader:
         from rl.renderers.stock_pipeline_loop import StockLoop, load_parts
 
         return StockLoop, load_parts

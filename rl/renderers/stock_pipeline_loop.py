@@ -11,8 +11,9 @@ import torch
 from diffusers.utils.logging import disable_progress_bar
 from PIL import Image
 
-from rl.api.find import import_plugin, is_dotted_path
+from rl.api.find import import_plugin
 from rl.api.types import RenderFailure, RenderJob, Sample
+from rl.config.loading import is_dotted_path
 from rl.model_files import align_weights
 from rl.progress import weights_counted
 from rl.ranks.signals import is_lost_device

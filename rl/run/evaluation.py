@@ -296,9 +296,8 @@ def check_start(
 ) -> None:
     """Warn, before training, if the reference descriptions earn next to nothing, or less than words
     that nobody trained: then no words can earn more. `rewards`: _P by variant. Collective."""
-    none_P = [0.0] * len(hashes_P)
     right_P = rewards.get(REFERENCE, [None] * len(hashes_P))
-    right = _compare(right_P, none_P, hashes_P, dist)
+    right = _compare(right_P, [0.0] * len(hashes_P), hashes_P, dist)
     if right is None or right.error is None:
         return
     ahead = {name: _compare(rewards[name], right_P, hashes_P, dist) for name in (POLICY, BARE)}

@@ -76,8 +76,7 @@ class LastFinished:
 
     def is_live(self) -> bool:
         """Whether the live weights are still those of the last finished iteration. Local."""
-        is_whole = self._learner.state_is_consistent
-        return is_whole and self.latest.version == self._learner.version
+        return self._learner.state_is_consistent and self.latest.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
         """The state, of any size, on rank 0; None on others. Requires `is_live`, unless the state

@@ -23,6 +23,7 @@ from rl.api import find
 from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Completion, Sample, SamplingParams, TrainSequence
+from rl.config.loading import is_dotted_path
 from rl.config.schema import ConfigError, load_config
 from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner, SyncError, sync
@@ -98,7 +99,7 @@ def _plugin(name: str) -> type[Any]:
     """Raises ConfigError unless `name` is a policy or an engine, shipped or by its dotted path."""
     for kind in ("policies", "engines"):
         name = build.class_path(kind, name) if name in build.SHIPPED[kind] else name
-    if not find.is_dotted_path(name):
+    if not is_dotted_path(name):
         raise ConfigError([f"{name}: neither a policy nor an engine is so named"])
     target, problems = find.import_plugin(name)
     for base in (Policy, Engine) if not problems else ():

@@ -16,10 +16,9 @@ from PIL.Image import DecompressionBombError
 from pydantic import BaseModel
 
 from rl import build
-from rl.api import find
 from rl.api.renderer import Renderer
 from rl.config import loading
-from rl.config.loading import evaluate, validate
+from rl.config.loading import evaluate, is_dotted_path, validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.files import open_picture, read_object
 from rl.model_files import ADAPTER_CONFIG, is_hub_id, read_config
@@ -299,7 +298,7 @@ def require_trusted(name: object, is_trusted: bool, key: str, command: str) -> N
     """Raises ValueError for a plugin that a run's config names by its dotted path, unless the user
     trusts it: a run folder may come from a stranger, and importing a plugin runs its code. A
     trusted one may be in the working folder, as in `rl train`. `command`: names it as trusted."""
-    if not isinstance(name, str) or not find.is_dotted_path(name):
+    if not isinstance(name, str) or not is_dotted_path(name):
         return
     if not is_trusted:
         raise ValueError(

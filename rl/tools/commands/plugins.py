@@ -32,7 +32,7 @@ from rl.api import find, types
 from rl.api.plugin import PluginBase
 from rl.build import PLUGIN_BASES, SHIPPED, class_path
 from rl.check.trials import Kind, RewardAudit
-from rl.config.loading import nearest, sections
+from rl.config.loading import is_dotted_path, nearest, sections
 from rl.config.schema import RewardKeys, RunConfig, SourceKeys
 
 TITLES = {
@@ -253,7 +253,7 @@ def entry_of(name: str) -> Entry:
     known = {key: entry for entries in groups().values() for key, entry in entries.items()}
     if found := known.get(name.partition(".")[0]):  # of 'judge.timeout_s' the section
         return found
-    if not find.is_dotted_path(name):
+    if not is_dotted_path(name):
         raise ValueError(f"there is no {name!r}; {nearest(name, [*known])}")
     sys.path.append(os.getcwd())
     target, problems = find.import_plugin(name)
