@@ -10,12 +10,11 @@ import ast
 import json
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 
-ROOT = Path(__file__).resolve().parents[1]
-WEIGHT = json.loads((ROOT / "tests/budget.json").read_text(encoding="utf-8"))["weight"]
+WEIGHT = json.loads((REPO / "tests/budget.json").read_text(encoding="utf-8"))["weight"]
 OTHER = (".js", ".css", ".html", ".j2", ".json")
 
 
@@ -36,7 +35,7 @@ def weigh(text: str) -> Counter[str]:
 def weight_of(folder: str) -> Counter[str]:
     """The sum over a folder; `other`: lines of scripts, styles, templates and data."""
     total: Counter[str] = Counter(statements=0, nodes=0, files=0, other=0)
-    for file in (ROOT / folder).rglob("*"):
+    for file in (REPO / folder).rglob("*"):
         if file.suffix == ".py":
             total += weigh(file.read_text()) + Counter(files=1)
         elif file.suffix in OTHER and "results" not in file.parts:

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import tiny_config
+from tiny_config import REPO
 from tiny_run import run_config
 
 from rl.config.loading import MOVED
@@ -36,7 +37,6 @@ from rl.rewards.judged import EditQuality
 from rl.tools.editor import Editor
 from tiny_world.judge_server import JudgeServer
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("qwen_image_edit", "earl", "reasoning", "prompt_enhancement")
 Fate = Literal["run", "checked", "network", "theirs"]
 
@@ -71,7 +71,7 @@ STAND_INS = {
     "python test_integrated_system.py": "python -m rl report runs/tiny_prompts",
 }
 """Beginning of a line that is run -> the command of this project that is run for it."""
-PAGE = (ROOT / "docs/documents.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs/documents.md").read_text(encoding="utf-8")
 LINES = [
     Line(document, *row)
     for document, section in zip(DOCUMENTS, PAGE.split("\n## ")[1:], strict=True)
@@ -82,7 +82,7 @@ LINES = [
 @cache
 def lines_of(document: str) -> list[str]:
     """The document's commands, one per line, and its other blocks as a whole."""
-    text = (ROOT / "tests/documents" / f"{document}.md").read_text(encoding="utf-8")
+    text = (REPO / "tests/documents" / f"{document}.md").read_text(encoding="utf-8")
     return [line for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
             for line in _lines(kind, block)]  # fmt: skip
 
@@ -133,7 +133,7 @@ DRIVER = """#!/bin/sh
 for i in $(seq $GPUS); do echo $i, GPU-$i, NVIDIA H100, 580.65, 9.0, 81559, 9; done
 """
 """The machine seems to have `$GPUS` GPUs."""
-AT_ROOT = {"PYTHONPATH": str(ROOT)}
+AT_ROOT = {"PYTHONPATH": str(REPO)}
 
 
 class Script(NamedTuple):
@@ -188,8 +188,8 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_lines_of_a_document_run(script: Script, tmp_path: Path) -> None:
     for name in ("rl", "tiny_world", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+        (tmp_path / name).symlink_to(REPO / name)
+    shutil.copytree(REPO / "configs", tmp_path / "configs")
     [printed] = [line for line in lines_of("earl") if line.startswith("{")]
     for file, text in (
         ("configs/documented.jsonnet", printed),
@@ -275,9 +275,9 @@ def test_a_config_has_the_values_of_its_document(document: str, name: str) -> No
 def test_earls_configs_and_its_patch_of_vllm_are_here() -> None:
     told = "\n".join(lines_of("earl"))
     listed = re.findall(r"^- `(.+)`:", told, re.M)
-    assert sorted(listed) == sorted(file.name for file in (ROOT / "configs").glob("sft_*"))
+    assert sorted(listed) == sorted(file.name for file in (REPO / "configs").glob("sft_*"))
     assert dict(re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', told)) == SERVED_AS
-    pages = (ROOT / "docs/coming-from.md").read_text("utf-8") + PAGE
+    pages = (REPO / "docs/coming-from.md").read_text("utf-8") + PAGE
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", pages, re.M))
     fields = re.findall(r"^    ([a-z]\w+):", told, re.M)
     here = {name: ("always", f"`{MOVED[name]}") if name in MOVED else "" for name in fields}
@@ -285,7 +285,7 @@ def test_earls_configs_and_its_patch_of_vllm_are_here() -> None:
 
 
 def test_the_keys_on_the_page_exist() -> None:
-    files = [*(ROOT / "configs").rglob("*sonnet"), *(ROOT / "rl").rglob("*.py")]
+    files = [*(REPO / "configs").rglob("*sonnet"), *(REPO / "rl").rglob("*.py")]
     known = set(re.findall(r"\b(\w+)\??: ", "".join(file.read_text("utf-8") for file in files)))
     named = re.findall(rf"`(?:{'|'.join(RunConfig.model_fields)})\.(?:\w+\.)*(\w+)[ =`]", PAGE)
     assert len(set(named)) >= 30 and {*named} - {"py"} <= known
@@ -297,10 +297,10 @@ def test_earls_requirements_and_download_script_exist() -> None:
         ("rl/requirements.txt", "../requirements.txt"),
         ("requirements.txt", "requirements.lock"),
     ):
-        assert re.findall(r"^-r (.+)$", (ROOT / file).read_text(), re.M) == [named]
-        assert ((ROOT / file).parent / named).is_file()
+        assert re.findall(r"^-r (.+)$", (REPO / file).read_text(), re.M) == [named]
+        assert ((REPO / file).parent / named).is_file()
     done = subprocess.run(
-        ["./rl/scripts/setup_datasets.sh", "none"], cwd=ROOT, capture_output=True, text=True
+        ["./rl/scripts/setup_datasets.sh", "none"], cwd=REPO, capture_output=True, text=True
     )
     assert done.returncode == 2 and "setup_datasets.sh: no set none;" in done.stderr
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_config import REPO
 
 from rl.algorithm.attention_kernels import VARLEN
 from rl.policies.attention import Packing, attention
 from rl.tools import gpu_steps
 from rl.tools.commands import check_gpu
 
-ROOT = Path(__file__).resolve().parents[1]
-FILES = [*sorted((ROOT / "rl").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-ENGINES = ROOT / "rl" / "engines"
+FILES = [*sorted((REPO / "rl").rglob("*.py")), *sorted((REPO / "benchmarks").rglob("*.py"))]
+ENGINES = REPO / "rl" / "engines"
 KERNELS = "algorithm/attention_kernels.py"
 OBJECTS = {
     (ENGINES / "vllm.py", "self._llm"): "vllm.LLM",
@@ -150,7 +150,7 @@ def faults(library: str, files: dict[Path, str]) -> tuple[list[str], int]:
         for path, call in calls(file, text, library):
             why = problem(path, call)
             num_right += why == ""
-            wrong += [f"{file.relative_to(ROOT)}:{call.lineno}: {why}"] if why else []
+            wrong += [f"{file.relative_to(REPO)}:{call.lineno}: {why}"] if why else []
     return wrong, num_right
 
 
@@ -184,7 +184,7 @@ def test_calls_fit_the_installed_library(library: str, at_least: int) -> None:
     ],
 )
 def test_a_planted_wrong_argument_is_found(file: str, call: str, planted: str, why: str) -> None:
-    path = ROOT / "rl" / file
+    path = REPO / "rl" / file
     text = path.read_text()
     assert text.count(call) >= 1
     library = "vllm" if "vllm" in file else "torch"
@@ -222,6 +222,6 @@ def test_the_gpus_attention_runs_on_meta_tensors(heads: tuple[int, int, int]) ->
 
 
 def test_the_pinned_versions_are_among_those_that_were_tried() -> None:
-    pinned = (ROOT / "pyproject.toml").read_text()
+    pinned = (REPO / "pyproject.toml").read_text()
     for package, versions in check_gpu.TRIED.items():
         assert f'"{package}=={versions[0]}"' in pinned

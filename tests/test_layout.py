@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import _jsonnet
 import pytest
 import tiny_config
+from tiny_config import REPO
 
 from rl import build
 from rl.api import find
 from rl.config.loading import sections
 from rl.config.schema import RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted((ROOT / "rl").rglob("*.py"))
-CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
-TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
+SOURCES = sorted((REPO / "rl").rglob("*.py"))
+CONFIGS = sorted((REPO / "configs").glob("*.jsonnet"))
+TINY_WORLD = sorted((REPO / "tiny_world").rglob("*.py"))
 PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.SHIPPED[folder]]
 ALL_PLUGS = [
     *((folder, build.class_path(folder, name)) for folder, name in PLUGS),
@@ -101,7 +101,7 @@ class Import(NamedTuple):
 
     @property
     def place(self) -> str:
-        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+        return f"{self.file.relative_to(REPO)}:{self.line} imports {self.module}"
 
     @property
     def importer(self) -> str:
@@ -126,7 +126,7 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 @cache
 def imports(folder: str) -> list[Import]:
-    return [each for file in sorted((ROOT / folder).rglob("*.py")) for each in imports_of(file)]
+    return [each for file in sorted((REPO / folder).rglob("*.py")) for each in imports_of(file)]
 
 
 @pytest.mark.parametrize("why", BANNED)
@@ -135,7 +135,7 @@ def test_no_file_imports_what_it_may_not(why: str) -> None:
     wrong = [
         each.place
         for each in imports(files.partition("/")[0])
-        if re.fullmatch(files, each.file.relative_to(ROOT).as_posix())
+        if re.fullmatch(files, each.file.relative_to(REPO).as_posix())
         and re.fullmatch(modules, each.module)
         and not (each.for_types_only and why.startswith("only this file"))
     ]
@@ -145,8 +145,8 @@ def test_no_file_imports_what_it_may_not(why: str) -> None:
 OURS = [
     *SOURCES,
     *TINY_WORLD,
-    *(ROOT / "benchmarks").rglob("*.py"),
-    *(ROOT / "examples").rglob("*.py"),
+    *(REPO / "benchmarks").rglob("*.py"),
+    *(REPO / "examples").rglob("*.py"),
 ]
 
 
@@ -155,20 +155,20 @@ def places_of(kind: type[ast.AST], words: str) -> Iterator[tuple[Path, str, Any]
     for file, text in ((file, file.read_text()) for file in OURS):
         for node in ast.walk(ast.parse(text)) if re.search(words, text) else ():
             if isinstance(node, kind):
-                yield file, f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+                yield file, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}", node
 
 
 def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines` also splits at characters inside of values; `rl/files.py` reads lines."""
     for file, place, node in places_of(ast.Attribute, "splitlines|readlines"):
         reads = node.attr in ("splitlines", "readlines")
-        assert not reads or file == ROOT / "rl/files.py", place  # reads lines of a binary file
+        assert not reads or file == REPO / "rl/files.py", place  # reads lines of a binary file
 
 
 def test_one_function_opens_pictures() -> None:
     """It restricts the formats, as Pillow starts other programs for some."""
     for file, place, node in places_of(ast.Call, r"Image\.open"):
-        if ast.unparse(node.func).endswith("Image.open") and file != ROOT / "rl/files.py":
+        if ast.unparse(node.func).endswith("Image.open") and file != REPO / "rl/files.py":
             assert file in TINY_WORLD and "formats" in {key.arg for key in node.keywords}, place
 
 
@@ -183,7 +183,7 @@ def layer(folder: str) -> int:
 
 
 def module_name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = file.relative_to(REPO).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -191,7 +191,7 @@ def test_imports_only_go_down() -> None:
     upward = [
         each.place
         for each in imports("rl")
-        if each.module.startswith("rl.") and each.file != ROOT / "rl" / "__init__.py"
+        if each.module.startswith("rl.") and each.file != REPO / "rl" / "__init__.py"
         for importer, imported in [(folder_of(each.importer), folder_of(each.module))]
         if importer != imported and layer(imported) >= layer(importer)
         if each.importer != ENTRY or layer(imported) > layer("record")
@@ -207,11 +207,11 @@ def test_every_program_guards_what_it_prints() -> None:
         "rl/judge/guard.py",  # prints only its own messages, into the judge's log
         "rl/rewards/maths.py",  # writes only into a pipe to its parent
     }
-    programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
+    programs = [file for file in (REPO / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
     assert len(programs) > len(exceptions)
     for file in programs:
         guards = re.search(r"^    printing\.guard\(|^@printing\.program$", file.read_text(), re.M)
-        assert bool(guards) == (str(file.relative_to(ROOT)) not in exceptions), file
+        assert bool(guards) == (str(file.relative_to(REPO)) not in exceptions), file
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -259,7 +259,7 @@ def test_a_plugin_imports_no_other_plugin() -> None:
 def test_the_source_never_names_the_tiny_world() -> None:
     """It is a third-party package, which not even a comment names."""
     named = re.compile(r"tiny.?world|\bshape_(prompts|questions|tokens)\b", re.IGNORECASE)
-    texts = {file: file.read_text() for file in (ROOT / "rl").rglob("*.*") if file.is_file()
+    texts = {file: file.read_text() for file in (REPO / "rl").rglob("*.*") if file.is_file()
              if file.suffix in (".py", ".txt")}  # fmt: skip
     assert not [file for file, text in texts.items() if named.search(text)]
 
@@ -285,7 +285,7 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
     check_report.report(config, gpu_gb=141)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 
@@ -309,7 +309,7 @@ def assert_documented(model: type) -> None:
 
 
 def test_the_base_config_documents_every_key_with_its_default() -> None:
-    path = ROOT / "configs" / "base.libsonnet"
+    path = REPO / "configs" / "base.libsonnet"
     written = json.loads(_jsonnet.evaluate_file(str(path)))
     lines = path.read_text().splitlines()
     commented = {

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tiny_config import REPO
 from tiny_loop import environment, made_once
-from tiny_pages import ROOT, printed, serve, words
+from tiny_pages import printed, serve, words
 from tiny_ranks import held_port, spawn
 
 HERE = Path(__file__).parent
 FATES = ("run", "parsed", "gpu", "network", "shell", "test", "named", "shown")
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (REPO / "docs").glob("*.md"))]
 
 
 class Row(NamedTuple):
@@ -57,7 +58,7 @@ def test_each_printed_command_and_block_has_one_row(page: str) -> None:
     assert sorted(row_of(page, item) for item in printed(page)) == sorted(rows)
     for row in rows:
         file, _, name = row.where.partition("::")
-        is_there = row.fate != "test" or re.search(rf"def {name}\b", (ROOT / file).read_text())
+        is_there = row.fate != "test" or re.search(rf"def {name}\b", (REPO / file).read_text())
         assert row.fate in FATES and is_there, row
 
 
@@ -86,7 +87,7 @@ EXECUTED = [row for row in ROWS
 def test_what_a_page_prints_runs_as_it_stands(
     page: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    sandbox = made_once(tmp_path_factory, "printed", partial(bash, script=f"make_sandbox {ROOT}"))
+    sandbox = made_once(tmp_path_factory, "printed", partial(bash, script=f"make_sandbox {REPO}"))
     shutil.copytree(sandbox, tmp_path, symlinks=True, dirs_exist_ok=True)
     texts = {row_of(page, item): item for item in printed(page)}
     script = "\n".join(executed(row, texts[row]) for row in EXECUTED if row.page == page)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TEXT = (ROOT / "PROMISES.md").read_text(encoding="utf-8")
+from tiny_config import REPO
+
+TEXT = (REPO / "PROMISES.md").read_text(encoding="utf-8")
 ROWS = [
     line.strip("| ").split(" | ")
     for line in TEXT.splitlines()
@@ -25,7 +25,7 @@ def test_every_promise_names_tests_that_exist() -> None:
         assert NAMED.search(tests), f"no test for {promise!r}"
         for file, name in NAMED.findall(tests + "".join(limits)):
             if file not in functions:
-                text = (ROOT / file).read_text(encoding="utf-8")
+                text = (REPO / file).read_text(encoding="utf-8")
                 functions[file] = set(re.findall(r"^def (\w+)", text, re.MULTILINE))
             assert name in functions[file], f"{file}::{name} of {promise!r} does not exist"
             assert name.startswith("test_")
@@ -33,5 +33,5 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 
 def test_the_test_files_named_in_security_exist() -> None:
-    files = re.findall(r"tests/[\w/]+\.py", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
-    assert files and all((ROOT / file).is_file() for file in files)
+    files = re.findall(r"tests/[\w/]+\.py", (REPO / "SECURITY.md").read_text(encoding="utf-8"))
+    assert files and all((REPO / file).is_file() for file in files)

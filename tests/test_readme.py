@@ -13,6 +13,7 @@ import _jsonnet
 import pytest
 import tiny_config
 from PIL import Image
+from tiny_config import REPO
 from tiny_pages import printed, save_files
 from tiny_typing import typing_errors
 
@@ -26,14 +27,13 @@ from rl.config.loading import MOVED, EarlFields, sections
 from rl.config.schema import RunConfig, load_config
 from rl.run.metric_table import markdown_table, shipped_rows
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "PROMISES.md", "SECURITY.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+README = (REPO / "README.md").read_text(encoding="utf-8")
+PAGES = [REPO / name for name in ("README.md", "ARCHITECTURE.md", "PROMISES.md", "SECURITY.md")]
+PAGES += sorted((REPO / "docs").glob("*.md"))
 
 
 def test_the_page_of_metrics_lists_those_of_shipped_plugins() -> None:
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/metrics.md").read_text(encoding="utf-8")
     assert page.endswith(markdown_table(shipped_rows())), "python -m rl.run.metric_table"
     assert "(docs/metrics.md)" in README
 
@@ -43,11 +43,11 @@ def test_every_file_named_in_the_docs_exists() -> None:
     kinds = folders + r"[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py|md)"
     paths = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
     assert len(paths) >= 40
-    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
+    assert [path for path in sorted(paths) if not (REPO / path).is_file()] == []
 
 
 def test_the_reference_lists_all_that_a_reward_and_a_renderer_read() -> None:
-    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/reference.md").read_text(encoding="utf-8")
     for cls, more in ((RewardInput, ["words"]), (Sample, ["source"]), (RenderJob, [])):
         section = page.partition(f"### `{cls.__name__}`\n")[2].partition("\n### ")[0]
         names = [*more, *(field.name for field in fields(cls))]
@@ -56,7 +56,7 @@ def test_the_reference_lists_all_that_a_reward_and_a_renderer_read() -> None:
 
 
 def test_the_citation_is_of_this_package_and_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     [entry] = [block for block in printed("README.md") if block.startswith("@software")]
     assert f"version = {{{project['version']}}}" in entry and project["license"] in entry
     title = f"{project['name']}: {project['description']}"
@@ -116,7 +116,7 @@ def test_the_plugins_of_the_docs_work_as_printed(
     assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)
 
 
-COMING = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+COMING = (REPO / "docs/coming-from.md").read_text(encoding="utf-8")
 
 
 def shipped_keys() -> set[str]:
@@ -138,7 +138,7 @@ def test_the_page_for_newcomers_names_what_exists() -> None:
     """All names in its columns 'here'; behind these and in its sentences, those that look like a
     key in a section, `key: value` or a metric. Other projects' names come before 'here'."""
     keys, column, names = shipped_keys(), 0, []
-    metrics = re.findall(r"^[^\t\n]+", (ROOT / "rl/run/metrics.tsv").read_text("utf-8"), re.M)
+    metrics = re.findall(r"^[^\t\n]+", (REPO / "rl/run/metrics.tsv").read_text("utf-8"), re.M)
     ours = "|".join({re.split("[./]", name)[0] for name in (*keys, *metrics)})
     for line in COMING.split("\n"):
         cells = line.split("|")
@@ -155,7 +155,7 @@ def test_the_page_for_newcomers_names_what_exists() -> None:
     ]
     for name in names:
         key, _, value = name.replace("=", ": ", 1).partition(": ")
-        is_named = re.fullmatch("|".join(patterns), name) or (ROOT / name).exists()
+        is_named = re.fullmatch("|".join(patterns), name) or (REPO / name).exists()
         assert is_named or key in keys, name
         if value and not is_named:  # a value that its key does not take is refused
             build.resolve(tiny_config.shipped("qwen_image_edit", key + "=" + value.strip("'")))
@@ -167,7 +167,7 @@ def test_the_page_for_newcomers_agrees_with_the_code() -> None:
     assert {row for row in MOVED.items() if row[1] in shipped_keys()} <= set(
         re.findall(r"^\| `(\w+)` \| `(.+?)` \|", COMING, re.M)
     )
-    nano = (ROOT / "examples/nano.py").read_text().replace("_", "-")
+    nano = (REPO / "examples/nano.py").read_text().replace("_", "-")
     assert set(re.findall("`--([a-z0-9-]+)`", COMING)) <= set(re.findall(r"\n    ([\w-]+): ", nano))
     report = check_report.report(tiny_config.shipped("qwen_image_edit"), gpu_gb=141)[0]
     [batch] = [block for block in printed("docs/coming-from.md") if block.startswith("prompts ")]
@@ -271,10 +271,10 @@ def test_a_quoted_figure_is_what_its_command_printed(
     page: str, quote: str, command: str, results: str, heading: str
 ) -> None:
     """Up to rounding to the quote's digits."""
-    assert quote in " ".join((ROOT / page).read_text("utf-8").split())
+    assert quote in " ".join((REPO / page).read_text("utf-8").split())
     name = command.split()[-1]
     assert find_spec(COMMANDS[name].module if name in COMMANDS else name)
-    text = (ROOT / "benchmarks/results" / results).read_text("utf-8")
+    text = (REPO / "benchmarks/results" / results).read_text("utf-8")
     assert command in " ".join(text.split())
     if heading:
         level = heading.split()[0]

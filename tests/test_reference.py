@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 from tiny_messages import holds
 
 from rl.build import SHIPPED
 from rl.tools.commands.plugins import groups, main
 
-ROOT = Path(__file__).parent.parent
 ENTRIES = {name: entry for entries in groups().values() for name, entry in entries.items()}
 PLUGIN = '''"""A reward with a key."""
 from pydantic import Field
@@ -37,7 +37,7 @@ def plain(x):
 def test_the_page_of_reference_is_what_rl_plugins_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/reference.md").read_text(encoding="utf-8")
     assert main(["--markdown"]) == 0
     assert page == capsys.readouterr().out, "rl plugins --markdown > docs/reference.md"
     for line in page.split("\n"):
@@ -74,10 +74,9 @@ def test_a_terminal_shows_an_entry_within_80_columns(capsys: pytest.CaptureFixtu
 
 
 def test_a_plugin_of_the_working_folder_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_explained.py").write_text(PLUGIN)
-    monkeypatch.chdir(tmp_path)
     for name, code, parts in (
         ("my_explained", 1, "there is no 'my_explained'"),
         ("judg", 1, "did you mean 'judge'"),

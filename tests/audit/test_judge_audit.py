@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from tiny_config import REPO
 from tiny_messages import code_of
 
 from benchmarks.judge_defects import DEFECTS, DefectiveJudge, examine
@@ -23,7 +24,6 @@ from rl.tools.commands.audit_judge import Asked, audit_lines
 from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import SyntheticConfig
 
-REPO = Path(__file__).resolve().parents[2]
 MODEL = "tiny-world-judge"
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import tiny_config
-from tiny_config import problems_of
+from tiny_config import REPO, problems_of
 from tiny_messages import holds
 from tiny_programs import installed
 
@@ -22,7 +22,6 @@ from rl.config import schema
 from rl.config.loading import configs_folder, located, shipped_configs
 from rl.config.schema import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [name for name in tiny_config.DISTINCT if name.startswith(("quickstart", "tiny"))]
 
 
@@ -70,8 +69,8 @@ def test_only_paths_in_configs_can_mean_a_shipped_config() -> None:
 
 
 def test_every_shipped_config_is_listed() -> None:
-    assert configs_folder() == ROOT / "configs", "a clone has them beside the package"
-    assert len(shipped_configs()) == len(list((ROOT / "configs").glob("*.jsonnet"))) > 20
+    assert configs_folder() == REPO / "configs", "a clone has them beside the package"
+    assert len(shipped_configs()) == len(list((REPO / "configs").glob("*.jsonnet"))) > 20
 
 
 def test_a_pkg_path_is_found_without_an_import(
@@ -109,13 +108,13 @@ for path in sys.argv[1:]:
 def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-w", tmp_path, ROOT], check=True, capture_output=True)
+    subprocess.run([*pip, "-w", tmp_path, REPO], check=True, capture_output=True)
     [wheel] = tmp_path.glob("vlm_edit_rl-*.whl")
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     shutil.unpack_archive(wheel, site, "zip")
     elsewhere.mkdir()
     tracked = subprocess.run(
-        ["git", "ls-files", "rl", "configs"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "rl", "configs"], cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert tracked
     names = ("requirements.txt", "test_distributed_env.py", "scripts/setup_datasets.sh")
@@ -135,7 +134,7 @@ def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert str(ROOT) not in done.stdout
+    assert str(REPO) not in done.stdout
     *reports, rest = done.stdout.split("\nnothing is wrong\n")
     assert len(reports) == len(TINY) and not rest
     assert all(str(site) in report for report in reports)

@@ -137,9 +137,8 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
     ],
 )
 def test_files_are_found_in_both_layouts_with_any_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, file_of_list: str, prefix: Any
+    tmp_path: Path, files: str, file_of_list: str, prefix: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     entries = save_published(tmp_path / files, range(2))
     more = {} if prefix is None else {"prefix": prefix.format(tmp=tmp_path)}
     path = write_list(tmp_path / file_of_list / "tokenized_datalist.json", entries, **more)

@@ -418,9 +418,8 @@ def test_a_stopped_evaluation_of_own_rows_asks_only_what_is_missing(tmp_path: Pa
 
 
 def test_a_score_is_that_of_the_evaluation(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     row, out = held_out(run)[0], tmp_path / "scores.jsonl"
     asked = ["--instruction", row["instruction"], "--source", str(row["source_file"])]
     pictures = [str(row[f"{name}_file"]) for name in ("image", "bare")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
+from tiny_config import REPO
 from tiny_messages import holds, refusal
 from tiny_run import run_config
 
@@ -23,16 +23,26 @@ from rl.tools.commands import edit, score
 from rl.tools.commands import eval as evaluation
 from rl.tools.trained import Trained, config_for_use, load_trained
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = REPO / "configs"
 
 
-def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evilplugin.py").write_text("open('ran', 'w')\n")
-    save(checkpoints_in(tmp_path), 1)
-    model = tmp_path / "checkpoints/step_000001/model"
+def strangers_run(folder: Path, **sections: Any) -> Path:
+    """The model folder of the run's only checkpoint."""
+    save(checkpoints_in(folder), 1)
+    model = folder / "checkpoints/step_000001/model"
     (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
+    write_sections(folder, **sections)
+    return model
+
+
+def write_sections(folder: Path, **sections: Any) -> None:
+    values = run_config().model_dump(mode="json") | sections
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path) -> None:
+    (tmp_path / "evilplugin.py").write_text("open('ran', 'w')\n")
+    model = strangers_run(tmp_path)
     evil = {"type": "evilplugin.Draws"}
     sections = {
         "policy": evil,
@@ -43,8 +53,7 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
     }
     options = {"policy": "--policy evilplugin.Draws", "renderer": "--set renderer.type"}
     for key, value in sections.items():
-        values = run_config().model_dump(mode="json") | {key: value}
-        (tmp_path / "config.json").write_text(json.dumps(values))
+        write_sections(tmp_path, **{key: value})
         for run in (tmp_path, model):
             refusal = _refusal(run)
             if key in options:
@@ -79,21 +88,12 @@ STRANGE: list[tuple[dict[str, Any], str]] = [
 def test_an_evaluation_gives_a_strangers_judge_and_code_no_data(
     tmp_path: Path, sections: dict[str, Any], what: str
 ) -> None:
-    save(checkpoints_in(tmp_path), 1)
-    model = tmp_path / "checkpoints/step_000001/model"
-    (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
-    values = run_config().model_dump(mode="json") | sections
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    strangers_run(tmp_path, **sections)
     assert holds(refusal(evaluation.main, [str(tmp_path)]), f"{what} ... --trust")
 
 
 def test_only_its_address_makes_a_judge_the_users_own(tmp_path: Path) -> None:
-    save(checkpoints_in(tmp_path), 1)
-    model = tmp_path / "checkpoints/step_000001/model"
-    (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
-    judge = {"api_base": "http://evil", "api_key_env": "SECRET"}
-    values = run_config(judge=judge).model_dump(mode="json")
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    strangers_run(tmp_path, judge={"api_base": "http://evil", "api_key_env": "SECRET"})
     for stated, missing in (
         ("judge.timeout_s=60", "judge.api_base=URL ... judge.api_key_env"),
         ("judge.api_base=http://mine", "api_key_env SECRET"),  # it would get the run's secret
@@ -114,10 +114,7 @@ def test_an_evaluation_of_other_rows_pictures_or_weights_is_another(tmp_path: Pa
     assert len(set(digests)) == 6
 
 
-def test_what_a_score_or_an_edit_lacks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_a_score_or_an_edit_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "a_sheet", "c"):
         Image.new("RGB", (64, 64)).save(f"{name}.png")
     files = {"picture": "a.png", "sheet": "a_sheet.png"}

@@ -30,6 +30,8 @@ NUM_ITERATIONS = 10
 ADAM_EPS = 1e-4
 """Adam divides by the gradient's size: with a tiny epsilon the rounding noise of a nearly zero
 gradient would become a whole step."""
+KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
+"""Keys of `algorithm`."""
 TOKENS_PER_CHUNK = 2
 """Chunk size in `small_shards_and_chunks`."""
 

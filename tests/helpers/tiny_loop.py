@@ -20,13 +20,13 @@ from typing import Any
 import psutil
 import pytest
 from filelock import FileLock
+from tiny_config import REPO
 
 from benchmarks.faults.inject import end_at, end_at_phase
 from rl.config.loading import evaluate
 from rl.files import read_rows
 
 HELPERS = Path(__file__).parent
-REPO = HELPERS.parents[1]
 STATE_DIM = 64
 """Width of the tiny policy's hidden states, which the tiny editor reads."""
 

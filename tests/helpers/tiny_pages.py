@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from tiny_config import REPO
+
 import rl.__main__
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = (
     r"(?:[A-Z_]+=\S+ )*(?:rl|python|hf|docker|kubectl|ray|sudo|pip|torchrun|tensorboard|wandb|"
     r"trackio|export|source|mkdir|sed|(?:\./|\.venv/)?(?:scripts|bin)/\S+)(?=\s|$)"
@@ -26,7 +27,7 @@ def printed(page: str) -> list[str]:
     """Commands of its blocks and, with an argument, of its sentences, one per line and without
     comments; its other blocks verbatim, divided where a config has a comment or key after a gap."""
     found: list[str] = []
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (REPO / page).read_text(encoding="utf-8")
     for match in re.finditer(r"(?:^    .*\n|^\n)+|`([^`]+)`", text, re.M):
         block = textwrap.dedent(match[0]).strip()
         commands = re.sub(r"(^|[^\S\n]+)# .*", "", re.sub(r" *\\\n *", " ", block), flags=re.M)

@@ -21,9 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tiny_config import REPO
+
 from rl.ranks.supervision import on_one_node
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 300
 """Time limit; ranks share their cores with other tests."""
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -58,7 +59,7 @@ def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedP
 
 def script_main(files: Sequence[Path], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     """`target(*args)` at the repository root; its output goes to `files`: stdout, stderr."""
-    os.chdir(ROOT)
+    os.chdir(REPO)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     target(*args)
@@ -99,8 +100,8 @@ def start(script: str, *args: str, **environ: str) -> subprocess.Popen[str]:
     """Runs `script` (indented or not) in a new interpreter at the repository root."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *args],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

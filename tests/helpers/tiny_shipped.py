@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tiny_loop import REPO, rows_of
+from tiny_config import REPO
+from tiny_loop import rows_of
 
 
 def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -3,10 +3,8 @@ on; and jobs for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import diffusers
 import tiny_qwen
@@ -242,21 +240,6 @@ OWN_SIZES = [
     ("qwenimage.pipeline_qwenimage_edit_plus.calculate_dimensions", (64, 64)),
 ]
 """Functions by which pipelines choose a size near 1024^2, and what they shall return."""
-
-
-@contextmanager
-def small_sizes() -> Iterator[None]:
-    """Pipelines that choose their own size choose a small one."""
-    patches = [
-        patch(f"diffusers.pipelines.{name}", lambda *_, size=size: size) for name, size in OWN_SIZES
-    ]
-    for each in patches:
-        each.start()
-    try:
-        yield
-    finally:
-        for each in patches:
-            each.stop()
 
 
 def make_loop(name: str, pipeline: Any = None, **changes: Any) -> StockLoop:

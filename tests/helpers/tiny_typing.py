@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from tiny_config import REPO
 
 
 def typing_errors(files: Sequence[Path], root: Path) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_calls import noted_calls
 from tiny_learner import (
+    KL,
     NUM_ITERATIONS,
     Graded,
     gradient,
@@ -36,7 +37,6 @@ from rl.ranks.dist import Dist
 
 A_GROUP = 120
 """A token budget that fits one group of `make_sequences` but not two."""
-KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_learner import (
     ADAM_EPS,
+    KL,
     NUM_ITERATIONS,
     Graded,
     make_config,
@@ -27,7 +28,6 @@ from rl.ranks.dist import Dist
 pytestmark = pytest.mark.slow
 
 STAGES = (1, 2, 3)
-KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import tiny_loop
 import torch
+from tiny_config import REPO
 from tiny_messages import code_of
 from tiny_pages import printed, save_files
 from tiny_typing import typing_errors
@@ -34,7 +35,6 @@ from rl.tools.commands import export
 from rl.tools.notebook import load_run
 from rl.tools.trained import config_for_use, load_trained
 
-ROOT = Path(__file__).parents[2]
 PLUGIN = "my_plugins.smolvlm"
 
 
@@ -256,7 +256,7 @@ def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
         if re.match("python|rl (?!check --conf)", line)
     ]
     assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
-    (tmp_path / "photo.jpg").write_bytes((ROOT / "docs/images/scene.png").read_bytes())
+    (tmp_path / "photo.jpg").write_bytes((REPO / "docs/images/scene.png").read_bytes())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-e", "-c", "\n".join(commands)],

@@ -16,6 +16,7 @@ import tiny_config
 import tiny_loop
 import tiny_ranks
 import torch
+from tiny_config import REPO
 from tiny_loop import HELPERS, environment, listeners
 from tiny_messages import code_of, holds, raising, refusal
 from tiny_ranks import held_port
@@ -26,7 +27,6 @@ from rl.ranks import signals, supervision
 from rl.ranks.supervision import RendezvousError, on_several_nodes
 from rl.simple_launch import main
 
-ROOT = Path(__file__).parents[2]
 WORKER = HELPERS / "launch_worker.py"
 Launch = Callable[..., BaseProcess]
 
@@ -167,7 +167,7 @@ def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
 ) -> None:
     """Launched by this process: the server that forks others takes seconds to start."""
     os.environ |= environment(TEST_FOLDER=str(tmp_path), TEST_MODE="leaves")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPO)
     errors = refusal(main, ["--nproc", num_ranks, str(WORKER), str(config)])
     assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended it (sys.exit" in errors
 
@@ -304,7 +304,7 @@ def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
     ],
 )
 def test_wrong_options_exit_with_the_reason(monkeypatch, options: list[str], parts) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPO)
     assert holds(refusal(main, options, 2), parts)
 
 
@@ -316,10 +316,9 @@ def test_a_script_without_a_config_runs_on_every_rank(tmp_path: Path) -> None:
     assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_the_launch_command_of_earl_works(tmp_path, monkeypatch, capsys) -> None:
+def test_the_launch_command_of_earl_works(tmp_path: Path, capsys) -> None:
     (tmp_path / "configs").mkdir()
     config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
-    monkeypatch.chdir(tmp_path)
     command = ("--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}")
     assert code_of(main, *command) == 0
     assert "on each of 2 ranks" in capsys.readouterr().out

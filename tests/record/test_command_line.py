@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 from tiny_messages import code_of, holds, refusal
 
 from rl import printing
@@ -22,8 +23,6 @@ from rl.tools.commands.edit import main as edit
 from rl.tools.commands.rehearse import main as rehearse
 from rl.tools.commands.report import main as report
 from rl.tools.commands.runs import main as runs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +58,13 @@ def test_a_bug_keeps_its_traceback() -> None:
 
 def test_an_early_interrupt_and_a_closed_pipe_print_no_traceback(tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['-m']; import rl; raise KeyboardInterrupt"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stderr == "interrupted\n"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "rl.tools.commands.runs", str(tmp_path)],
-        cwd=ROOT,
+        cwd=REPO,
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

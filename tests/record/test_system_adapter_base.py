@@ -55,8 +55,7 @@ def test_a_local_editor_is_written_with_its_subfolder(tmp_path: Path) -> None:
     assert written["auto_mapping"]["base_model_tokenizer"] == "a/b"
 
 
-def test_hub_ids_are_distinguished_from_paths(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_hub_ids_are_distinguished_from_paths(tmp_path: Path) -> None:
     (tmp_path / "here" / "model").mkdir(parents=True)
     ids = ("a/b", "gpt2", "Qwen/Qwen2.5-VL-7B-Instruct")
     others = ("here/model", "/a/b", "./a", "~/a", "a/b/c", "", "a b/c", "a/")

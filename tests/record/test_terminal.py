@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 
 from rl import printing, progress
 from rl.files import private
@@ -19,7 +20,6 @@ from rl.progress import Console, PhaseTimer, counted, shown_on, warn
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
 FORBIDDEN = ("\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x08", "\ud83d", KEY)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_a_live_line_of_rich_keeps_the_guard(
 
 def test_the_traceback_of_an_unexpected_error_is_guarded_too() -> None:
     code = f"from rl import printing, progress; printing.guard(); raise ValueError({EVIL!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
     assert result.returncode == 1
     assert_harmless(result.stderr)
 
@@ -120,7 +120,7 @@ sys.exit(7)
 """
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=120
+            [sys.executable, "-c", script], cwd=REPO, stdout=full, stderr=full, timeout=120
         )
     assert result.returncode == 7
 
@@ -139,6 +139,6 @@ assert sys.stdin.read() == "" and all(map(os.get_inheritable, (0, 1, 2)))
 """
     for closed in ("0<&-", "1>&-", "0<&- 1>&- 2>&-"):
         command = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", script, tmp_path]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
+        result = subprocess.run(command, cwd=REPO, capture_output=True, stdin=subprocess.DEVNULL)
         assert result.returncode == 0, result.stderr
         assert {file.read_text() for file in tmp_path.iterdir()} == {"kept"}

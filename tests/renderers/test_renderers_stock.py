@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +30,9 @@ KLEIN = "Flux2KleinPipeline"
 
 
 @pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with tiny_stock.small_sizes():
-        yield
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in tiny_stock.OWN_SIZES:
+        monkeypatch.setattr(f"diffusers.pipelines.{name}", lambda *_, size=size: size)
 
 
 @pytest.mark.parametrize("name", tiny_stock.MAKERS)

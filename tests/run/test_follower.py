@@ -16,6 +16,7 @@ import pytest
 from tiny_messages import holds
 from tiny_report import write_run
 from tiny_waits import wait_for
+from tiny_wandb import KEY
 
 from rl import printing
 from rl.config.schema import TrackingConfig
@@ -23,8 +24,6 @@ from rl.files import write_atomically
 from rl.printing import environment_without, hide, scrub
 from rl.run import follower
 from rl.run.follower import LOCK, LOG, WANDB_KEY, Follower, wait_for_last_rows
-
-KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture

@@ -3,17 +3,16 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_config import REPO
 from tiny_ranks import run_ranks
 
 from rl.ranks.dist import Dist
 from rl.tools.commands import check_distributed as check
 
-ROOT = Path(__file__).parents[2]
 TWO = Dist(rank=1, world_size=2)
 """Rank 1's tensor is rank 0's plus one."""
 
@@ -50,7 +49,7 @@ def test_a_rank_that_does_not_answer_ends_the_check():
         "import time; from rl.tools.commands import check_distributed as check\n"
         "check.TIMEOUT_S = 0.05; check.communicators = lambda _: time.sleep(30); check.main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and "rank 0 waited" in done.stderr
 
 
@@ -85,7 +84,7 @@ def test_every_rank_fails_if_one_sums_wrongly_and_rank_0_reports_it():
 def test_the_launcher_checks_two_ranks(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "rl", "check-distributed", "--nproc", "2"],
-        cwd=ROOT,
+        cwd=REPO,
         env={**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

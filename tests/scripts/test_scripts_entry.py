@@ -14,22 +14,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 from tiny_messages import holds
 
 from rl.__main__ import COMMANDS, DISTRIBUTION, main
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets", "wandb")
 
 
 Finished = subprocess.CompletedProcess[str]
 
 
-def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> Finished:
+def python(*arguments: str, cwd: Path = REPO, **environment: str) -> Finished:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": str(REPO), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -66,7 +66,7 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         "PathFinder.find_spec = lambda name, path=None, target=None: (\n"
         f"    None if name in {HEAVY!r} else find(name, path, target))\n"
     )
-    path = f"{tmp_path}:{ROOT}"
+    path = f"{tmp_path}:{REPO}"
     done = python("-m", "rl", "check", "configs/quickstart.jsonnet", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("nothing is wrong\n")
@@ -121,7 +121,7 @@ def test_no_command_imports_from_a_run_folder_that_it_reads(
     (tmp_path / "config.json").write_text('{"format": 3}')
     rows = [f'{{"iteration": {n}, "reward/mean": 0.5}}\n' for n in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
-    path, safe = (str(ROOT), ["-P"]) if command[0] == "rl" else (f"{ROOT}:", [])
+    path, safe = (str(REPO), ["-P"]) if command[0] == "rl" else (f"{REPO}:", [])
     done = python(*safe, "-m", *command, ".", cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
@@ -141,14 +141,14 @@ def test_missing_torch_is_an_error(rl_here: Callable[..., Finished], monkeypatch
 @pytest.mark.slow
 def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    shutil.copy(ROOT / "tests/helpers/brightness_reward.py", tmp_path / "mine" / "my_reward.py")
+    shutil.copy(REPO / "tests/helpers/brightness_reward.py", tmp_path / "mine" / "my_reward.py")
     reward = "rewards={mine: {type: 'mine.my_reward'}}"
     done = python("-m", "rl", "check", "configs/quickstart.jsonnet", reward, cwd=tmp_path)
     assert done.returncode == 0 and "mine.my_reward" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_command_that_needs_the_clone_is_an_error_outside_it(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
+    shutil.copytree(REPO / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
     # -S: otherwise an editable installation of the clone would provide its packages.
     done = python("-S", "-m", "rl", "bench-gpu", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
@@ -161,7 +161,7 @@ def test_an_unsupported_python_is_a_clear_error() -> None:
     for name in pythons:
         for module in ("rl", "rl.simple_launch"):
             done = subprocess.run(
-                [name, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+                [name, "-m", module, "--help"], cwd=REPO, capture_output=True, text=True
             )
             if "command not found" in done.stderr:  # a version manager's stub without a Python
                 continue
@@ -170,7 +170,7 @@ def test_an_unsupported_python_is_a_clear_error() -> None:
 
 
 def test_the_package_installs_the_rl_command() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     assert project["scripts"] == {"rl": "rl.__main__:main"}
     assert project["requires-python"] == ">=3.11.4,<3.14"

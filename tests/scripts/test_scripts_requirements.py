@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tiny_config import REPO
 
-ROOT = Path(__file__).resolve().parents[2]
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 LOCKS = ("requirements-cpu.lock", "requirements-test.lock", "requirements.lock")
 IN_NO_CPU_LOCK = {"torch"}
@@ -44,7 +44,7 @@ TEST = pins(PYPROJECT["dependency-groups"]["test"])
 def locked(name: str) -> dict[str, set[str]]:
     """Package -> versions, one per range of Python versions."""
     versions: dict[str, set[str]] = {}
-    for line in (ROOT / name).read_text().splitlines():
+    for line in (REPO / name).read_text().splitlines():
         if match := re.match(r"([\w.-]+)==([\w.]+)( ; python_full_version [^\\]+)? \\$", line):
             versions.setdefault(plain(match[1]), set()).add(match[2])
         else:
@@ -54,7 +54,7 @@ def locked(name: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_file_has_hashes_and_no_addresses(name: str) -> None:
-    text = (ROOT / name).read_text()
+    text = (REPO / name).read_text()
     assert not re.search(r"https?:|file:|--(extra-)?index|--find-links|@", text)
     num_packages = len(re.findall(r"^[\w.-]+==", text, re.MULTILINE))
     assert len(re.findall(r" \\\n    --hash=sha256:[0-9a-f]{64}( \\)?\n", text)) >= num_packages
@@ -104,7 +104,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def third_party(*folders: str) -> set[str]:
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in folders for path in (REPO / folder).rglob("*.py")]
     local = {path.stem for path in files} | {path.parent.name for path in files}
     local |= {"benchmarks", "tiny_world", "rl"}
     names = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
@@ -133,7 +133,7 @@ def test_rl_check_and_report_need_no_extra() -> None:
     )
     heavy = [plain(name).replace("-", "_") for name in pins(EXTRAS["train"])]
     assert "tokenizers" in heavy
-    subprocess.run([sys.executable, "-c", script, *heavy], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", script, *heavy], cwd=REPO, check=True)
 
 
 @pytest.mark.slow

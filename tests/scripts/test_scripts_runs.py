@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from rich.cells import cell_len
 from tiny_checkpoints import checkpoints_in, save
+from tiny_config import REPO
 from tiny_messages import holds
 from tiny_report import held_out, write_episodes, write_held_out
 from tiny_run import episode, run_config
@@ -23,8 +24,6 @@ from rl.record.run_record import RunRecord
 from rl.record.run_summary import summarise
 from rl.tools.commands import export, report
 from rl.tools.commands.runs import main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_run(
@@ -145,7 +144,7 @@ def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
+        cwd=REPO,
         capture_output=True,
         text=True,
         timeout=120,

@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tiny_config import REPO
 from tiny_messages import holds
 from tiny_waits import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU, TEST = LOCKS = ("requirements-cpu.lock", "requirements.lock", "requirements-test.lock")
 SLOW = pytest.mark.slow
-SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((REPO / "scripts").glob("*.sh")), REPO / ".ci" / "run"]
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the scripts in a folder where every command that they call can be replaced."""
     for name in ("scripts", ".ci"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPO / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", *LOCKS):
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(REPO / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     return tmp_path
 
@@ -111,7 +111,7 @@ export REQUIREMENTS=requirements-cpu.lock
 """With `TOOLS`: `_install.sh` takes .venv for complete; its tools only print their arguments."""
 INSTALL = "scripts/_install.sh"
 OLD = "[[ $1 == -V ]] && echo Python 3.9.2; exit 1"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 [TORCH] = [pin for pin in PROJECT["optional-dependencies"]["train"] if pin.startswith("torch==")]
 [VISION] = [pin for pin in PROJECT["optional-dependencies"]["cpu"] if "torchvision" in pin]
 CPU_BUILD = f"mkdir -p .venv/lib/python3.11/site-packages/{TORCH.replace('==', '-')}+cpu.dist-info"
@@ -314,15 +314,15 @@ def test_a_script_does_what_it_says(copy: Path, starts: list[Start]) -> None:
         check(copy, start)
 
 
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DOCKERFILE = (REPO / "Dockerfile").read_text()
 BUILDER = f"""set -e
 ENV() {{ export "$@"; }}
 RUN() {{ "$@"; }}
 COPY() {{
     mkdir -p "${{!#}}"
     for file in "${{@:2:$#-2}}"; do
-        grep -qxF "!${{file%%/*}}" {ROOT}/.dockerignore
-        cp "{ROOT}/$file" "${{!#}}"
+        grep -qxF "!${{file%%/*}}" {REPO}/.dockerignore
+        cp "{REPO}/$file" "${{!#}}"
     done
 }}
 """
@@ -352,9 +352,9 @@ def test_the_image_installs_its_lock_from_what_it_copied(
 def test_the_image_has_a_supported_python_and_gets_no_run_or_key() -> None:
     low, high = map(int, re.findall(r"3\.(\d+)", PROJECT["requires-python"]))
     assert {low < int(n) < high for n in re.findall(r"python3\.(\d+)-", DOCKERFILE)} == {True}
-    everything, *rules = re.findall(r"^[^#\n].*", (ROOT / ".dockerignore").read_text(), re.M)
+    everything, *rules = re.findall(r"^[^#\n].*", (REPO / ".dockerignore").read_text(), re.M)
     kept = {rule[1:] for rule in rules if rule[0] == "!"}
-    assert everything == "*" and all((ROOT / name).exists() for name in kept)
+    assert everything == "*" and all((REPO / name).exists() for name in kept)
     assert kept & {"configs", "rl", ".git", ".venv", "runs", "wandb"} == {"configs", "rl"}
 
 
@@ -399,7 +399,7 @@ def test_no_process_outlives_a_stopped_installation(copy: Path, installer: str) 
 def test_campaign_tests_run_only_when_their_mark_is_selected(
     tmp_path: Path, pytestconfig: pytest.Config, options: list[str], selected: list[str]
 ) -> None:
-    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    conftest = pytestconfig.pluginmanager.get_plugin(str(REPO / "tests/conftest.py"))
     (tmp_path / "test_tiers.py").write_text(
         "import pytest\n"
         "def test_quick(): pass\n"
@@ -413,6 +413,6 @@ def test_campaign_tests_run_only_when_their_mark_is_selected(
             collected.extend(item.name.removeprefix("test_") for item in session.items)
 
     quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    ours = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
+    ours = ["-c", str(REPO / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
     pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
     assert sorted(collected) == selected, "in any order"

@@ -19,6 +19,7 @@ import golden_run
 import pytest
 import torch
 from golden_run import NUM_ITERATIONS, SEED, RecordedEngine
+from tiny_config import REPO
 from tiny_loop import environment
 
 from rl.algorithm.grpo import group_advantages, objective
@@ -33,8 +34,7 @@ from rl.learner.learner import learning_rate
 from rl.learner.train_step import loss_inputs
 from tiny_world.data import write_shapes
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "examples" / "nano.py"
+FILE = REPO / "examples" / "nano.py"
 MAX_LINES = 650
 TRAINER = ("train", "rollout", "learner", "run", "record", "build", "algorithm")
 """What it must not import from `rl`: it would compare the trainer with itself."""
@@ -177,7 +177,7 @@ def test_the_command_for_a_laptop_trains_and_saves_an_adapter(tmp_path: Path) ->
     docstring = ast.get_docstring(ast.parse(FILE.read_text(encoding="utf-8"))) or ""
     [command] = re.findall(r"On a laptop.*?:\n\n(.*?)\n\n", docstring, re.S)
     for folder in ("examples", "tiny_world"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
+        (tmp_path / folder).symlink_to(REPO / folder)
     script = f"{command} --iterations 2 --prompts-per-iteration 2 --save adapter\n"
     script += "status=$?\nkill $!\nexit $status"
     done = subprocess.run(

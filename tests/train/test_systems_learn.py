@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_loop import REPO, rows_of
+from tiny_config import REPO
+from tiny_loop import rows_of
 from tiny_shipped import climb, most_dead_groups, run
 
 from tiny_world.riddles import NUM_CHAINS
