@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plugin import ModelCost, ModelFiles
+from rl.api.plugin import DIFFUSERS_SAFETENSORS, SAFETENSORS, ModelCost, ModelFiles
 from rl.api.types import RenderJob
 from rl.config.loading import is_dotted_path, nearest
 from rl.config.schema import RunConfig
@@ -67,8 +66,13 @@ class StockPipeline(DiffusionRenderer[Config]):
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        index = ModelFiles("model_path", config.model_path, config="model_index.json", weights=())
-        return [replace(index, revision=config.revision)]
+        found = sorted(Path(config.model_path).glob("*/config.json"))
+        names = [file.parent.name for file in found if [*file.parent.glob("*.safetensors")]]
+        weights = (*DIFFUSERS_SAFETENSORS, *SAFETENSORS)  # those of a variant are not loaded
+        return [
+            cls.part(config, "", config="model_index.json", weights=()),
+            *(cls.part(config, name, weights=weights) for name in names),
+        ]
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> Iterator[str]:

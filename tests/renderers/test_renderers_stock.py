@@ -15,7 +15,7 @@ import tiny_stock
 import torch
 from diffusers import Flux2KleinPipeline
 from PIL.Image import Image
-from tiny_messages import raising
+from tiny_messages import holds, raising
 from tiny_pages import printed
 from tiny_pictures import make_picture, render_alone, render_floats
 from tiny_rounding import PICTURE_TOL, apart
@@ -23,6 +23,7 @@ from tiny_stock import make_jobs, make_loop
 
 from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
+from rl.model_files import model_problems
 from rl.renderers.stock_pipeline import StockPipeline, pipelines
 from rl.renderers.stock_pipeline_config import INTERFACES, Config
 
@@ -248,6 +249,11 @@ def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
     jobs = make_jobs()
     assert dict(renderer.render(jobs)) == dict(made.render(jobs))
     assert {"text_encoder", "transformer", "vae"} == set(StockPipeline.part_sizes(config))
+    assert not [*model_problems(StockPipeline.models(config))]
+    weights = tmp_path / "vae/diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".fp16.safetensors"))
+    [problem] = model_problems(StockPipeline.models(config))
+    assert holds(problem, "model_path ... lacks vae/diffusion_pytorch_model.safetensors or")
     wrong = config.model_copy(update={"pipeline": "no.such.Pipeline"})
     with raising(ValueError, "renderer.pipeline ... no.such"):
         StockPipeline(wrong, Resources(None, "cpu"))
