@@ -19,8 +19,9 @@ from PIL import Image
 from benchmarks.faults.inject import Injection, at_calls
 from rl.ranks.supervision import on_one_node
 from rl.record import checkpoint
+from tests.helpers.tiny_config import REPO
 from tests.helpers.tiny_faulty_judge import MODEL, Fault, FaultyJudge
-from tests.helpers.tiny_loop import REPO, assert_same_run, assert_same_weights, write_config
+from tests.helpers.tiny_loop import assert_same_run, assert_same_weights, write_config
 from tests.helpers.tiny_ranks import spawn
 
 NUM_ITERATIONS = 3
