@@ -16,8 +16,7 @@ from rl.api import find
 from rl.api.policy import Policy
 from rl.build import Resolved
 from rl.check import compatibility, memory_plan, trials
-from rl.check.compatibility import check_resume, leaves, memory_problems
-from rl.check.licences import licences
+from rl.check.compatibility import check_resume, leaves, licences, memory_problems
 from rl.check.memory_plan import PHASES, Plan
 from rl.check.this_machine import (
     disk_line,
