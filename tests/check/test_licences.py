@@ -14,8 +14,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
-from rl.check.compatibility import compatibility_problems
-from rl.check.compatibility import known_models
+from rl.check.compatibility import compatibility_problems, known_models
 from rl.config.schema import RunConfig
 
 EDIT, IMAGE_21 = "qwen_image_edit_plus", "qwen_image_21_fewstep"
