@@ -38,8 +38,10 @@ LFS_POINTER = b"version https://git-lfs"
 def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
-    headers = map(_header, Path(folder).glob("*.safetensors"))
+    """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts;
+    without variants (`model.fp16.safetensors`), which are the same again."""
+    files = Path(folder).glob("*.safetensors")
+    headers = (_header(file) for file in files if "." not in file.stem)
     return float(
         sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
     )

@@ -351,7 +351,8 @@ def _models(resolved: Resolved) -> Iterator[tuple[str, str]]:
                 yield f"{plugin.key}.{key}", path
         is_opaque = getattr(plugin.cls, "makes_images", getattr(plugin.cls, "runs_model", True))
         if is_opaque and not any(paths.values()):
-            yield f"{plugin.key}.type", plugin.name
+            key = "model" if hasattr(plugin.config, "model") else "type"
+            yield f"{plugin.key}.{key}", getattr(plugin.config, key)
     for key, part in resolved.by_judge.items():
         if part.needs_judge:
             yield f"{key}.model", part.config.judge.model

@@ -31,7 +31,7 @@ SAME = str.maketrans(
 )
 QUOTES = (
     re.compile(r'(?<!\d)"([^"]*)"'),  # after a digit, " means inches
-    re.compile(r"(?<!\w)'((?:[^']|(?<=\w)'(?=\w))+)'(?!\w)"),  # within a word, ' is an apostrophe
+    re.compile(r"(?<!\w)'((?:[^']|(?<=\w)'(?=\w)){2,})'(?!\w)"),  # not it's, rock 'n' roll
 )
 """Double quotes; single quotes, which count only in a text without double ones."""
 
@@ -96,20 +96,23 @@ class Ocr(Reward[Config]):
         asked = target_text(self.config, reward_input.sample)
         if not asked or reward_input.image is None:
             return RewardOutput(None, failure="no_text: none is asked for, or nothing is drawn")
-        regions = await asyncio.get_running_loop().run_in_executor(
-            self._threads, read, reward_input.image
-        )
-        seen = " ".join(region.label for region in regions)
-        value = similarity(
-            asked, comparable(self.config, seen), self.config.other_text == "ignored"
+        value, regions = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._compared, asked, reward_input.image
         )
         return RewardOutput(
             value,
             {"exact": float(value == 1)},
-            replies=(seen,),
+            replies=(text_of(regions),),
             seconds=time.monotonic() - started,
             regions=regions,
         )
+
+    def _compared(self, asked: str, picture: Image) -> tuple[float, tuple[Region, ...]]:
+        """(similarity of the target text and what is read, the pieces of text). In a thread: both
+        take long for much text, and judge requests share the event loop."""
+        regions = read(picture)
+        seen = comparable(self.config, text_of(regions))
+        return similarity(asked, seen, self.config.other_text == "ignored"), regions
 
 
 # ---- target text ---------------------------------------------------------------------------------
@@ -152,6 +155,11 @@ def similarity(asked: str, seen: str, ignores_other: bool) -> float:
 
 
 # ---- reading -------------------------------------------------------------------------------------
+
+
+def text_of(regions: Sequence[Region]) -> str:
+    """What is read, in one line."""
+    return " ".join(region.label for region in regions)
 
 
 def read(picture: Image) -> tuple[Region, ...]:

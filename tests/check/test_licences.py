@@ -19,6 +19,7 @@ from rl.config.schema import RunConfig
 
 EDIT, IMAGE_21 = "qwen_image_edit_plus", "qwen_image_21_fewstep"
 OTHERS_JUDGE = 'rewards.viescore.judge={"api_base": "http://h:2", "model": "someones/judge"}'
+SERVER = 'renderer={"type": "images_api", "api_base": "http://h:1", "model": "someones/editor"}'
 ADAPTER = "renderer.lora_path=someones/adapter"
 
 
@@ -31,6 +32,7 @@ def refused(config: RunConfig) -> list[str]:
     [
         (EDIT, [], []),
         (EDIT, [OTHERS_JUDGE], ["rewards.viescore.judge.model: ... 'someones/judge' ... see its"]),
+        (EDIT, [SERVER], ["renderer.model: ... 'someones/editor' ... see its"]),
         (EDIT, [ADAPTER], ["renderer.lora_path: ... 'someones/adapter' ... licensed_models"]),
         (EDIT, [ADAPTER, 'licensed_models=["someones/adapter"]'], []),
         (EDIT, [ADAPTER, "license=any"], []),

@@ -58,7 +58,7 @@ interrupts Jsonnet."""
 @pytest.mark.parametrize(
     ("text", "override"), [(f"{{ a: {LONG} }}", "seed=1"), ("{}", f"seed={LONG}")]
 )
-def test_a_program_that_takes_too_long_is_given_up(
+def test_an_endless_program_is_stopped(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, text: str, override: str
 ) -> None:
     monkeypatch.setattr(loading, "MAX_S", 0.1)
