@@ -147,6 +147,8 @@ RENDERERS: list[tuple[str, str]] = [
      "R.prompt_template ... '{image}' (str) ... PromptTemplate | None"),
     (DRAWS + "... | @classmethod | def cost(cls, c): ...",
      "R.cost ... None (NoneType) ... ModelCost"),
+    (DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "...",
+     "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm"),
 ]  # fmt: skip
 TERMS = (
     "from rl.api.loss import LossTerms\n\ndef f(x): | weights = {} | "
@@ -163,6 +165,17 @@ LOSSES: list[tuple[str, str]] = [
     (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
     (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15)"),
 ]
+NAMES: list[tuple[str, str]] = [
+    *((name, "'my_package.my_plugin'") for name in ("stranger/one.py", "./stranger/one.py")),
+    ("stranger/one", "'my_package.my_plugin'"),
+    *(
+        (name, "rl/rewards")
+        for name in ("../../evil", "..", "a b", "a.b c", "shared", "os", "a..b")
+    ),
+    ("rl/rewards/viescore", "rl/rewards"),
+    (".", "rl/rewards"),
+]
+"""(a `type` that is not imported, what the message names)."""
 NO_REWARD = {"mine": {"type": "tiny_plugins.nothing"}}
 MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
     *(
@@ -175,6 +188,10 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
         for row in RENDERERS
     ),
     *(("algorithm.loss: ", {"algorithm": {"loss": "stranger.f"}}, *row) for row in LOSSES),
+    *(
+        ("rewards.mine.type: ", {"rewards": {"mine": {"type": name}}}, "", f"{name!r} ... {part}")
+        for name, part in NAMES
+    ),
 ]
 
 
@@ -222,30 +239,10 @@ def test_what_is_no_picture_of_a_waiting_job_is_named(drawn: object) -> None:
     assert drawn_problem((0, Image.new("RGB", (4, 4))), {0, 1}, True) == ""
 
 
-def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
-    code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
-    [problem] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
-    assert holds(problem, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
-
-
-@pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
-def test_a_file_path_gets_the_dotted_form_explained(tmp_path, monkeypatch, name: str) -> None:
-    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert holds(problem, f"rewards.mine.type: ... {name!r} ... 'my_package.my_plugin'")
-
-
 def test_a_plugin_can_be_a_package(tmp_path, monkeypatch) -> None:
     code = "class R(Reward):" + HALF
     rewards = {"mine": {"type": "strangers.pkg"}, "other": {"type": "strangers.pkg.inner"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
-)
-def test_an_invalid_plugin_name_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
-    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert holds(problem, f"rewards.mine.type: ... {name!r} ... rl/rewards")
 
 
 def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None:
