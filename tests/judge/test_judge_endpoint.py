@@ -69,12 +69,6 @@ def test_one_wrong_address_of_several_is_named(tmp_path: Path) -> None:
         assert "b@d" not in str(error.value), "it may be a password"
 
 
-@pytest.mark.parametrize("value", ["", "none", "None", "  ", ["", " "]])
-def test_an_empty_api_base_names_the_remedy(value: str | list[str]) -> None:
-    with pytest.raises(ValueError, match=r"judge\.api_base is empty.*judge\.start_command"):
-        resolve_api_base(value)
-
-
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -91,22 +85,20 @@ def test_an_empty_api_base_names_the_remedy(value: str | list[str]) -> None:
         ("http://h/\ud800", "surrogates"),
         ("a" * 5000, "nor a file that exists"),
         ("a\x00b", "nor a file that exists"),
+        *(
+            (value, r"is empty.*judge\.start_command")
+            for value in ("", "none", "None", "  ", ["", " "])
+        ),
+        ("https://me:hunter2@host/v1", r"judge\.api_key_env"),
+        ("https://host/v1?key=hunter2", r"judge\.api_key_env"),
+        ("http://me:hunter2@[::1", r"judge\.api_key_env"),
     ],
 )
-def test_an_invalid_address_is_refused_with_the_reason(value: str, reason: str) -> None:
+def test_an_invalid_address_is_refused_with_the_reason(value: str | list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as error:
         resolve_api_base(value)
-    assert "judge.api_base" in str(error.value)
+    assert "judge.api_base" in str(error.value) and "hunter2" not in str(error.value)
     str(error.value).encode()
-
-
-@pytest.mark.parametrize(
-    "value", ["https://me:hunter2@host/v1", "https://host/v1?key=hunter2", "http://me:hunter2@[::1"]
-)
-def test_keys_in_the_url_are_refused_and_not_repeated(value: str) -> None:
-    with pytest.raises(ValueError, match=r"judge\.api_key_env") as error:
-        resolve_api_base(value)
-    assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(
