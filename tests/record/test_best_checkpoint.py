@@ -25,13 +25,6 @@ def test_the_best_checkpoint_is_kept_however_old(checkpoints, tmp_path):
     assert names_in(tmp_path) == ["step_000070", "step_000080"]
 
 
-def test_if_the_best_is_damaged_the_best_undamaged_one_is_kept_too(checkpoints, tmp_path):
-    save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
-    (tmp_path / "checkpoints/step_000010/state.json").write_text("")
-    save_and_measure(checkpoints, {30: 0.25, 40: 0.0, 50: 0.0})
-    assert names_in(tmp_path) == [f"step_0000{n}" for n in (10, 20, 40, 50)]
-
-
 def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skipped(
     checkpoints, tmp_path
 ):
@@ -46,13 +39,27 @@ def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skippe
         checkpoint_of(tmp_path, "best")
 
 
-@pytest.mark.parametrize("line", ['{"iteration": 10, "eval/rew', '{"iteration": "10"}', ""])
-def test_a_checkpoint_that_may_be_the_best_is_kept(checkpoints, tmp_path, line):
-    """A checkpoint whose line is damaged or missing may be the best."""
-    save_and_measure(checkpoints, {10: 0.75})
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
-    save_and_measure(checkpoints, {20: 0.25, 30: None, 40: None, 50: 0.125})
-    assert names_in(tmp_path) == ["step_000010", "step_000020", "step_000040", "step_000050"]
+BEST, LATER = {10: 0.75}, {20: 0.25, 30: None, 40: None, 50: 0.125}
+STATE = "checkpoints/step_000010/state.json"
+
+
+@pytest.mark.parametrize(
+    ("before", "file", "text", "after"),
+    [
+        (BEST, "metrics.jsonl", '{"iteration": 10, "eval/rew\n', LATER),
+        (BEST, "metrics.jsonl", '{"iteration": "10"}\n', LATER),
+        (BEST, "metrics.jsonl", "\n", LATER),
+        (BEST | {20: 0.5}, STATE, "", {30: 0.25, 40: 0.0, 50: 0.0}),
+    ],
+)
+def test_a_checkpoint_that_may_be_the_best_is_kept(
+    checkpoints, tmp_path, before, file, text, after
+):
+    """Its line is damaged or missing; if it is damaged itself, the best undamaged one stays, too."""
+    save_and_measure(checkpoints, before)
+    (tmp_path / file).write_text(text)
+    save_and_measure(checkpoints, after)
+    assert names_in(tmp_path) == [f"step_0000{n}" for n in (10, 20, 40, 50)]
 
 
 @pytest.mark.parametrize(
