@@ -132,10 +132,19 @@ def test_an_engine_that_only_reads_back_what_it_was_sent_is_found(
         run_sync(Sampler(), Trainer("new", moved), before)
 
 
-@pytest.mark.parametrize("logprob", [-1.01, float("nan")])
-def test_log_probs_that_disagree_are_an_error(logprob: float) -> None:
-    with pytest.raises(SyncError, match="does not hold the policy"):
-        run_sync(Sampler(each(logprob)), Trainer("new"))
+@pytest.mark.parametrize(
+    ("engine", "trainer", "part"),
+    [
+        (each(-1.01), STILL, "does not hold the policy"),
+        (each(math.nan), STILL, "does not hold the policy"),
+        (certain(-1.0, first=math.nan), certain(-1.0), "nan nats"),  # of one token
+    ],
+)
+def test_log_probs_that_disagree_are_an_error(
+    engine: LogProbs, trainer: LogProbs, part: str
+) -> None:
+    with pytest.raises(SyncError, match=part):
+        run_sync(Sampler(engine), Trainer("new", trainer))
     sync(Sampler(each(-1.05)), Trainer("new"), PROBE, "bfloat16", 1.0)  # bfloat16 may round
 
 
@@ -148,8 +157,3 @@ def test_the_least_certain_tokens_are_compared(dtype: str, apart: float, sign: i
         sync(sampler, Trainer("new", certain(-1.0 + sign * apart)), PROBE, dtype, 1.0)
     sync(sampler, Trainer("new", certain(-1.0)), PROBE, dtype, 1.0, max_tokens=5)
     assert sampler.probed[-1] == 5, "at most the engine's limit"
-
-
-def test_a_nan_log_prob_of_one_token_is_an_error() -> None:
-    with pytest.raises(SyncError, match="nan nats"):
-        run_sync(Sampler(certain(-1.0, first=math.nan)), Trainer("new", certain(-1.0)))
