@@ -1,6 +1,7 @@
 """Reward composition, metrics merged over ranks, and the learning-rate schedule."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -99,12 +100,16 @@ def test_a_maximum_with_a_nan_is_nan(values: tuple[float, float]) -> None:
 # --- learning rate ----------------------------------------------------------------------------
 
 
-def test_warm_up_then_linear_decay_by_hand() -> None:
-    rates = [learning_rate(i, 7, 4.0, 2, 0.25) for i in range(7)]
-    assert rates == pytest.approx([2.0, 4.0, 4.0, 3.25, 2.5, 1.75, 1.0])
-
-
-def test_the_learning_rate_is_constant_by_default() -> None:
-    assert [learning_rate(i, 3, 1e-5, 0, 1.0) for i in range(3)] == [1e-5] * 3
-    assert learning_rate(0, 1, 1e-5, 0, 0.1) == 1e-5
-    assert learning_rate(9, 5, 1.0, 0, 0.1) == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("iterations", "schedule", "expected"),
+    [
+        (range(7), (7, 4.0, 2, 0.25), [2.0, 4.0, 4.0, 3.25, 2.5, 1.75, 1.0]),
+        (range(3), (3, 1e-5, 0, 1.0), [1e-5] * 3),  # constant by default
+        ([0], (1, 1e-5, 0, 0.1), [1e-5]),
+        ([9], (5, 1.0, 0, 0.1), [0.1]),
+    ],
+)
+def test_warm_up_then_linear_decay_by_hand(
+    iterations: Sequence[int], schedule: tuple[int, float, int, float], expected: list[float]
+) -> None:
+    assert [learning_rate(i, *schedule) for i in iterations] == pytest.approx(expected)
