@@ -88,11 +88,16 @@ def test_a_run_that_is_killed_leaves_a_follower_that_ends(fake: Path, tmp_path: 
     assert (fake / "stdin").read_text() == ""
 
 
-def test_only_the_first_rank_of_a_run_that_is_shown_starts_one(fake: Path) -> None:
+def test_only_the_first_rank_of_a_run_that_is_shown_starts_one(
+    fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others print nothing, either."""
+    write_atomically(fake / "run" / LOG, "WARNING: no key\n")
     for started in (of(fake, is_main=False), of(fake, page=False)):
         started.look()
         started.close(failed=False)
     assert calls(fake) == []
+    assert capsys.readouterr().err == ""
 
 
 def test_what_the_follower_says_is_printed_once(
@@ -105,14 +110,6 @@ def test_what_the_follower_says_is_printed_once(
     assert capsys.readouterr().err == "WARNING: no key\nwandb: http://url\n"
     assert (fake / "run" / LOG).stat().st_mode & 0o777 == 0o600
     started.close(failed=False)
-    assert capsys.readouterr().err == ""
-
-
-def test_ranks_without_a_follower_print_nothing(
-    fake: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_atomically(fake / "run" / LOG, "WARNING: no key\n")
-    of(fake, is_main=False).look()
     assert capsys.readouterr().err == ""
 
 
