@@ -55,7 +55,7 @@ STATE = "checkpoints/step_000010/state.json"
 def test_a_checkpoint_that_may_be_the_best_is_kept(
     checkpoints, tmp_path, before, file, text, after
 ):
-    """Its line is damaged or missing; if it is damaged itself, the best undamaged one stays, too."""
+    """Its line is damaged or missing; if it is itself, the best undamaged one is kept, too."""
     save_and_measure(checkpoints, before)
     (tmp_path / file).write_text(text)
     save_and_measure(checkpoints, after)
