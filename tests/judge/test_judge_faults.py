@@ -127,29 +127,6 @@ def test_a_judge_that_accepts_one_picture_and_refuses_two_stops_the_run() -> Non
         answers_of(judge.client(), questions)
 
 
-@pytest.mark.slow
-def test_a_short_outage_loses_no_answer_and_sends_few_requests(monkeypatch) -> None:
-    """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
-
-    async def script(client: JudgeClient) -> list[Answer[Any]]:
-        await ask_all(client, 1, first=900)
-        started_s = time.monotonic()
-        asking = asyncio.ensure_future(ask_all(client, 24))
-        await asyncio.sleep(2.4)
-        # One, 8 at once, at most one more round before the check failed, then one per 0.125 s.
-        most = 1 + 2 * 8 + (time.monotonic() - started_s) / 0.125 + 1
-        assert len(judge.requests) <= most
-        judge.after = Fault()
-        return await asking
-
-    monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", 8)
-    config = {"timeout_s": 0.4, "max_concurrency": 8, "max_attempts": 3}
-    with FaultyJudge([Fault()], after=Fault(stall_s=1.2)) as judge:
-        answers, client = with_client(judge, script, **config)
-    assert all(answer.value == (8.0, 6.5) for answer in answers)
-    assert client.take_stats().breaker_openings == 1
-
-
 @pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
 def test_a_single_question_survives_an_outage(fault: Fault) -> None:
     with FaultyJudge([Fault()], after=fault) as judge:

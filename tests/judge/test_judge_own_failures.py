@@ -81,26 +81,40 @@ def test_pictures_that_get_a_retry_after_hold_up_no_others() -> None:
     assert client.take_stats().breaker_openings == 0
 
 
-@pytest.mark.parametrize("num_before", [0, 4])
-def test_a_judge_that_fails_on_everything_is_an_outage(num_before: int, monkeypatch) -> None:
+STALLS = {"timeout_s": 0.4}, Fault(stall_s=1.2)
+"""The outage takes 6 time-outs: 12 minutes at the default 120 s."""
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "num_before", "most", "down_s"),
+    [
+        # Each at most once, and those in flight once more.
+        ({}, Fault(500), 0, 48 + 8, 0.5),
+        ({}, Fault(500), 4, 4 + 48 + 8, 0.5),
+        # One, 8 at once, and at most one more round before the check failed.
+        pytest.param(*STALLS, 1, 1 + 2 * 8, 2.4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_judge_that_fails_on_everything_is_an_outage(
+    config: dict[str, float], fault: Fault, num_before: int, most: int, down_s: float, monkeypatch
+) -> None:
     """Few requests are sent, and it is waited for. `num_before`: questions answered before."""
     monkeypatch.setattr("rl.judge.client.SUSPECT_FAILURES", 8)
 
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         before = await ask_all(client, num_before)
-        judge.after = judge.models = Fault(500)
+        judge.after = judge.models = fault
         asking = asyncio.ensure_future(ask_all(client, 48, first=100))
         while client.addresses[0].is_up:
             await asyncio.sleep(0.01)
         began_s = time.monotonic()
-        await asyncio.sleep(0.5)
-        # Each at most once, those in flight once more, and a probe per 0.2 s.
-        most = num_before + 48 + 8 + 2 + (time.monotonic() - began_s) / 0.2
-        assert len(judge.requests) <= most
+        await asyncio.sleep(down_s)
+        # A probe per 0.2 s.
+        assert len(judge.requests) <= most + 2 + (time.monotonic() - began_s) / 0.2
         judge.works()
         return [*before, *await asking]
 
-    config = {"max_attempts": 3, "max_concurrency": 8, "max_outage_s": 8.0}
+    config |= {"max_attempts": 3, "max_concurrency": 8, "max_outage_s": 8.0}
     with FaultyJudge() as judge:
         answers, client = with_client(judge, script, **config)
     assert failures_of(answers) == {"value"}
