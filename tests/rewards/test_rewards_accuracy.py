@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -269,9 +270,8 @@ def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[accuracy.Accuracy]:
-    reward = make(accuracy.Accuracy, accuracy.Config(max_cpu_s=1))
-    yield reward
-    reward.close()
+    with closing(make(accuracy.Accuracy, accuracy.Config(max_cpu_s=1))) as reward:
+        yield reward
 
 
 def grade(reward: accuracy.Accuracy, text: str, gold: Any) -> RewardOutput:
@@ -323,11 +323,10 @@ def test_an_answer_inside_the_thought_does_not_count(
 
 
 def test_a_box_is_an_answer_if_the_tag_is_not_required() -> None:
-    reward = make(accuracy.Accuracy, accuracy.Config(tag_required=False))
-    assert grade(reward, "first \\boxed{1}, then \\boxed{\\frac{1}{2}}", "0.5").value == 1
-    assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
-    assert grade(reward, "\\boxed{5", "5").parts["parsed"] == 0
-    reward.close()
+    with closing(make(accuracy.Accuracy, accuracy.Config(tag_required=False))) as reward:
+        assert grade(reward, "first \\boxed{1}, then \\boxed{\\frac{1}{2}}", "0.5").value == 1
+        assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
+        assert grade(reward, "\\boxed{5", "5").parts["parsed"] == 0
 
 
 @pytest.mark.parametrize(
@@ -385,11 +384,10 @@ def test_a_hostile_answer_is_wrong_and_does_no_harm(
 
 @pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])
 def test_a_long_answer_is_graded_in_linear_time(answer: str) -> None:
-    reward = make(accuracy.Accuracy, accuracy.Config(max_answer_chars=10_000))
-    started = time.process_time()
-    assert grade(reward, answered(answer), "blue").value == 0.0
-    assert time.process_time() - started < 1
-    reward.close()
+    with closing(make(accuracy.Accuracy, accuracy.Config(max_answer_chars=10_000))) as reward:
+        started = time.process_time()
+        assert grade(reward, answered(answer), "blue").value == 0.0
+        assert time.process_time() - started < 1
 
 
 @pytest.mark.slow
