@@ -80,19 +80,20 @@ def run(calls: list[str]) -> Run:
     return run
 
 
-def test_on_policy_each_rollout_is_learnt_from_before_the_next(run: Run, calls: list[str]) -> None:
-    run.config = run_config()
+@pytest.mark.parametrize(
+    ("max_staleness", "order"),
+    [
+        (0, 2 * [*ROLL_OUT, *LEARN, *RECORD]),
+        (1, [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]),
+    ],
+)
+def test_on_policy_each_rollout_is_learnt_from_before_the_next(
+    run: Run, calls: list[str], max_staleness: int, order: list[str]
+) -> None:
+    run.config = run_config(max_staleness=max_staleness)
     train.train(run)
     assert calls[:3] == ["sync", *RECORD[-2:]], "the evaluation before training"
-    assert calls[3:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
-
-
-def test_with_staleness_1_the_next_rollout_comes_before_the_last_is_learnt_from(
-    run: Run, calls: list[str]
-) -> None:
-    run.config = run_config(max_staleness=1)
-    train.train(run)
-    assert calls[3:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
+    assert calls[3:] == order
 
 
 @pytest.mark.slow
