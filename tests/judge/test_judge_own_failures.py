@@ -114,9 +114,9 @@ def test_a_judge_that_fails_on_everything_is_an_outage(
         judge.works()
         return [*before, *await asking]
 
-    config |= {"max_attempts": 3, "max_concurrency": 8, "max_outage_s": 8.0}
+    limits = {"max_attempts": 3, "max_concurrency": 8, "max_outage_s": 8.0}
     with FaultyJudge() as judge:
-        answers, client = with_client(judge, script, **config)
+        answers, client = with_client(judge, script, **limits, **config)
     assert failures_of(answers) == {"value"}
     assert client.take_stats().breaker_openings == 1
 

@@ -73,9 +73,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         self, generator=generator.manual_seed(next(SEEDS)), **options
     ),
     "2 pictures": lambda self, draw, **options: draw(self, num_images_per_prompt=2, **options),
-    "0..1": lambda self, draw, **options: SimpleNamespace(
-        images=draw(self, **options).images * 255
-    ),
+    "0..1": lambda self, draw, **keys: SimpleNamespace(images=draw(self, **keys).images * 255),
 }
 """Word of the message -> a call of a pipeline that ignores the words or the source picture, draws
 another picture each time, two pictures, or levels of 0..255; `draw`: the stock call."""
