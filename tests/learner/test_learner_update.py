@@ -50,6 +50,12 @@ def sequences(reader: Qwen25VL) -> list[Graded]:
     return make_sequences(reader)
 
 
+@pytest.fixture(scope="module")
+def rows(sequences: list[Graded]) -> list[tuple[Prompt, tuple[int, ...]]]:
+    """Prompts and completions of `sequences`."""
+    return [(s.prompt, s.token_ids) for s in sequences]
+
+
 def make_learner(algorithm: dict[str, Any] | None = None, **optimizer: Any) -> Learner:
     return Learner(make_policy(), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
 
@@ -149,10 +155,11 @@ def gradient_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_gradient_of_one(sequences: list[Graded], tmp_path: Path) -> None:
+def test_two_ranks_give_the_gradient_of_one(
+    sequences: list[Graded], rows: list[Any], tmp_path: Path
+) -> None:
     alone = make_learner(KL)
     expected = gradient(alone, sequences, Dist())
-    rows = [(s.prompt, s.token_ids) for s in sequences]
     logprobs = [x for row in alone.logprobs(rows) for x in row]
     (metrics,) = train(alone, sequences, 0, 1)
     ranks = run_ranks(gradient_on_rank, 2, tmp_path, folder=saved("qwen2_5_vl"))
@@ -196,9 +203,11 @@ def test_dr_grpo_divides_by_the_planned_completions(
     assert logged["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
 
 
-def test_mismatch_metrics_agree_with_the_log_probs(sequences: list[Graded]) -> None:
+def test_mismatch_metrics_agree_with_the_log_probs(
+    sequences: list[Graded], rows: list[Any]
+) -> None:
     learner = make_learner({"importance_correction": "token", "importance_cap": 1.5})
-    trainer = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
+    trainer = learner.logprobs(rows)
     d = [
         now - sampled
         for sequence, row in zip(sequences, trainer, strict=True)
@@ -238,6 +247,7 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(sequences: list[Gra
 )
 def test_stale_rollouts_are_corrected_by_the_ratio(
     sequences: list[Graded],
+    rows: list[Any],
     reader: Qwen25VL,
     monkeypatch: pytest.MonkeyPatch,
     reads_states: bool,
@@ -248,14 +258,13 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
     monkeypatch.setattr(backends, "PERSISTENCE_THRESHOLD_NUMEL", 0)
     learner = make_learner(max_staleness=1, backend=backend, zero_stage=3)
     sequences = sequences[:3]
-    rows = [(s.prompt, s.token_ids) for s in sequences]
-    before = learner.logprobs(rows)
+    before = learner.logprobs(rows[:3])
     step, _ = opened(learner, sequences)
     for micro_batch in step.micro_batches if reads_states else ():
         step.forward(micro_batch)
     step.compute_old_logprobs()
     train(learner, make_sequences(reader, seed=1), 0, 1)
-    after = learner.logprobs(rows)
+    after = learner.logprobs(rows[:3])
     step.accumulate(0, [s.sequence for s in sequences])
     logged = merged(step.step())
     ratios = [
@@ -271,11 +280,10 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
-    sequences: list[Graded], monkeypatch: pytest.MonkeyPatch, sign: float
+    sequences: list[Graded], rows: list[Any], monkeypatch: pytest.MonkeyPatch, sign: float
 ) -> None:
     """`sign` -1: the loss has the wrong sign. The excess of reward is set to the advantage here."""
     learner = make_learner(learning_rate=1e-4)
-    rows = [(s.prompt, s.token_ids) for s in sequences]
     before = learner.logprobs(rows)
     backward = learner._backend.backward
     monkeypatch.setattr(learner._backend, "backward", lambda loss: backward(sign * loss))
@@ -455,9 +463,8 @@ def test_the_state_of_another_policy_is_refused() -> None:
         learner.load_state(dict(list(tensors.items())[1:]), meta)
 
 
-def test_log_probs_do_not_depend_on_the_batch(sequences: list[Graded]) -> None:
+def test_log_probs_do_not_depend_on_the_batch(sequences: list[Graded], rows: list[Any]) -> None:
     learner = make_learner(max_tokens_per_micro_batch=10_000)
-    rows = [(s.prompt, s.token_ids) for s in sequences]
     together = learner.logprobs(rows)
     assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]
     alone = [learner.logprobs([row])[0] for row in rows]
