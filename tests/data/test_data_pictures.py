@@ -149,11 +149,6 @@ def test_an_srgb_profile_and_a_broken_one_change_nothing():
         assert decoded.tobytes() == picture.tobytes()
 
 
-def test_exif_rotation_is_applied():
-    image = Image.new("RGB", (32, 16), "blue")
-    assert decode(encoded(image, "JPEG", exif=turned()), 8192).size == (16, 32)
-
-
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_an_animation_gives_its_first_frame(kind):
     data = encoded(filled("lime"), kind, save_all=True, append_images=[filled("red")])
