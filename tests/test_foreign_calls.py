@@ -209,8 +209,7 @@ def test_methods_that_vllm_calls_take_what_it_passes(name: str) -> None:
 def test_the_gpus_attention_runs_on_meta_tensors(heads: tuple[int, int, int]) -> None:
     """Forward and backward of packed rows: the real operators, with a GPU's dtype and heads."""
     num_heads, num_key_heads, width = heads
-    groups = gpu_steps.groups_of([(5, (3, 1)), (2, (0, 4))])
-    packing = Packing(groups, VARLEN)
+    packing = Packing(gpu_steps.groups_of([(5, (3, 1)), (2, (0, 4))]), VARLEN)
     query, key, value = (
         torch.empty(1, n, 15, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
         for n in (num_heads, num_key_heads, num_key_heads)

@@ -139,8 +139,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 def test_a_sample_of_the_campaign(harness: Harness) -> None:
     """`python -m benchmarks.faults` tries every case."""
-    case = case_named("call | the engine is synced | ENOSPC")
-    outcome = trial.try_case(harness, 0, case)
+    outcome = trial.try_case(harness, 0, case_named("call | the engine is synced | ENOSPC"))
     assert outcome.verdict == "stopped" and "No space left on device" in outcome.why, outcome
 
 

@@ -85,8 +85,7 @@ def test_gpus_by_nvidia_smi(
     smi(gpu, processes=processes)
     found, why = this_machine.gpus()
     assert not why
-    lines = [*check_gpu.driver(found), check_gpu.gpu_memory(found[0])]
-    assert holds(told(*lines), parts)
+    assert holds(told(*check_gpu.driver(found), check_gpu.gpu_memory(found[0])), parts)
 
 
 def test_no_compiler(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,7 @@ def qwen_policy(folder: Path) -> Modules:
 def emu3_policy(folder: Path) -> Modules:
     tiny_emu3.save_policy_folder(folder)
     config = emu3.Config(type="emu3", model_path=str(displace(folder)), dtype="float32")
-    setup = PolicySetup("image_tokens", max_completion_tokens=64)
-    return [emu3.Emu3(config, setup).module]
+    return [emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64)).module]
 
 
 def qwen_editor(folder: Path) -> Modules:

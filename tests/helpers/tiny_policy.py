@@ -68,8 +68,7 @@ def randomize_lora_b(policy: Policy[Any]) -> None:
     with torch.no_grad():
         for name, parameter in policy.module.named_parameters():
             if "lora_B" in name:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(0.05 * noise)
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def trainable(policy: Policy[Any]) -> dict[str, torch.nn.Parameter]:

@@ -173,8 +173,7 @@ def serving() -> Iterator[Server]:
 
     http = HTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=http.serve_forever, daemon=True).start()
     try:
         yield server
     finally:

@@ -46,8 +46,7 @@ def trouble_last_rank(trouble: str, at: int) -> None:
     if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
         return
     if trouble in BETWEEN_BACKWARDS:
-        end = BETWEEN_BACKWARDS[trouble]
-        end_at("rl.learner.train_step:TrainStep.accumulate", 3, end)
+        end_at("rl.learner.train_step:TrainStep.accumulate", 3, BETWEEN_BACKWARDS[trouble])
         return
     number, grade = count(1), Brightness.grade
 

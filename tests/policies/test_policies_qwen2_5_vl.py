@@ -97,8 +97,7 @@ def test_each_new_negative_takes_exactly_one_forward():
 def test_features_are_kept_per_picture_and_negatives_per_list_of_pictures():
     """Features are kept per picture, and do not depend on the others: a resumed run may encode
     other pictures together. A negative is kept per list of pictures, in order."""
-    several = replace(tiny_qwen.TEMPLATE, max_pictures=3)
-    policy = make(negative_prompt=" ", template=several)
+    policy = make(negative_prompt=" ", template=replace(tiny_qwen.TEMPLATE, max_pictures=3))
     read = pictures_read(policy)
     a, b, c = (tiny_qwen.picture(i, width=64 + 32 * i) for i in range(3))
     prompts = [
@@ -126,8 +125,7 @@ def test_only_the_language_models_attention_is_trained(policy):
     names = list(trainable(policy))
     assert len(names) == 2 * 2 * 4, "A and B of q, k, v, o in two layers"
     assert all("language_model.layers" in name for name in names)
-    wide = LoraSection(target_modules=("gate_proj", "q_proj"))
-    adapted = make(lora=wide)
+    adapted = make(lora=LoraSection(target_modules=("gate_proj", "q_proj")))
     assert not any("visual" in name for name in trainable(adapted))
 
 

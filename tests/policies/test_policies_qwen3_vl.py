@@ -19,8 +19,7 @@ from rl.policies.qwen_vl import Qwen25VL
 def test_deepstack_features_change_the_result_and_are_kept_per_picture() -> None:
     policy = make("qwen3_vl")
     rows = mixed_rows(policy)
-    prompts = [rows[0][0], rows[4][0], rows[5][0]]
-    features = policy.picture_features(prompts)
+    features = policy.picture_features([rows[0][0], rows[4][0], rows[5][0]])
     assert [None if one is None else tuple(one.shape) for one in features] == [
         (9 + 8 + 8, 4 * 64), None, (8, 4 * 64)
     ]  # fmt: skip

@@ -152,8 +152,7 @@ def test_words_without_a_thought_are_read_as_words_after_one(writer: Qwen25VL) -
     """White space before the words is ignored in both cases."""
     plain = writer.encode_completion("red square")
     for text in ("red square", "\n\nred square", " red square"):
-        completion = writer.encode_completion(text)
-        cut = writer.words_of_cut(replace(completion, finish="length"))
+        cut = writer.words_of_cut(replace(writer.encode_completion(text), finish="length"))
         assert (cut.token_ids, cut.finish) == (plain.token_ids, "length")
         assert len(cut.logprobs) == len(cut.token_ids)
     nothing = writer.words_of_cut(writer.encode_completion("\n"))

@@ -110,8 +110,7 @@ def test_encoding_keeps_the_order_of_pictures_of_mixed_sizes(codec: Emu3Codec) -
 def test_the_grid_is_that_of_the_published_sets(
     size: tuple[int, int], grid: tuple[int, int]
 ) -> None:
-    picture = Image.new("L", size)
-    width, height = fit(picture, area_px=256 * 256, patch_px=8).size
+    width, height = fit(Image.new("L", size), area_px=256 * 256, patch_px=8).size
     assert (width // 8, height // 8) == grid
     assert width % 8 == height % 8 == 0
 

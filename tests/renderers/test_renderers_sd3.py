@@ -124,8 +124,7 @@ def test_the_encoded_negative_prompt_is_always_kept(
     parts: StableDiffusion3Pipeline, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
-    renderer = make_renderer(parts, num_steps=1, batch_size=2)
-    list(renderer.render(make_jobs()))
+    list(make_renderer(parts, num_steps=1, batch_size=2).render(make_jobs()))
     assert len(counted_encodes) == 4  # three prompts in two batches, and the negative prompt once
 
 

@@ -103,8 +103,7 @@ def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
 
 
 def test_histograms_count_outer_values_in_the_last_bins(run_dir: Path) -> None:
-    values = [-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0]
-    counts = reading.histogram(values, 0.25, -3, 25)
+    counts = reading.histogram([-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0], 0.25, -3, 25)
     assert {i: count for i, count in enumerate(counts) if count} == {0: 2, 12: 2, 13: 1, 24: 1}
     iteration, rewards, advantages = data_of(run_dir, "metrics")["histograms"][2]
     # The rewards of its five graded completions: 0, 0.25, 0.25, 0.5, 0.5.

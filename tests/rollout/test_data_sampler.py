@@ -96,8 +96,7 @@ def test_ranks_split_the_same_prompts(world_size):
 
 def test_no_rank_always_gets_the_same_source():
     sampler = PromptOrder([Numbers("a", 9), Numbers("b", 9)], [1, 1], 0, 2)
-    sources = {ids(sampler, iteration, 0, 2)[0][0] for iteration in range(20)}
-    assert sources == {"a", "b"}
+    assert {ids(sampler, iteration, 0, 2)[0][0] for iteration in range(20)} == {"a", "b"}
 
 
 def test_a_bad_row_is_replaced_by_the_next_one():

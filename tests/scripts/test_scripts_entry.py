@@ -76,8 +76,7 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
 def test_help_lists_every_command_and_needs_no_packages(rl_here: Callable[..., Finished]) -> None:
     done = python("-I", "-S", "rl/__main__.py", "--help")
     assert done.returncode == 0 and done.stderr == ""
-    listed = re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE)
-    assert listed == list(COMMANDS)
+    assert re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE) == list(COMMANDS)
     assert rl_here().stdout == rl_here("-h").stdout == done.stdout
 
 

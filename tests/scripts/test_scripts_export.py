@@ -362,8 +362,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
         parts.scheduler, parts.vae, load(BASE), None, None, parts.transformer
     ).save_pretrained(editor)
     section = {**SECTION, "model_path": BASE, "init_text_encoder_from": str(editor)}
-    policy = make_policy(section)
-    encoder = exported(tmp_path, policy, section, "--as", "text-encoder")
+    encoder = exported(tmp_path, make_policy(section), section, "--as", "text-encoder")
     assert holds(capsys.readouterr().out, "loading ... adapter ... weights in float32")
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files

@@ -24,8 +24,7 @@ ALL = pytest.mark.parametrize(
 
 
 def samples_of(source: Source, num: int = 50, **keys: Any) -> list[Sample]:
-    config = source.Config.model_validate({"num_samples": num, **keys})
-    made = source(config, RowRules())
+    made = source(source.Config.model_validate({"num_samples": num, **keys}), RowRules())
     assert len(made) == num
     samples = [made[index] for index in reversed(range(num))]
     with pytest.raises(IndexError):
