@@ -15,6 +15,7 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
+Values = dict[str, Any]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -44,11 +45,11 @@ def records(run_dir: Path) -> list[Record]:
     return [Record.FromString(data) for file in files for data in wandb_records(file.read_bytes())]
 
 
-def values_of(items: Any) -> dict[str, Any]:
+def values_of(items: Any) -> Values:
     return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
 
 
-def history(run_dir: Path) -> list[dict[str, Any]]:
+def history(run_dir: Path) -> list[Values]:
     """The rows in a run's .wandb files."""
     return [values_of(r.history.item) for r in records(run_dir) if r.HasField("history")]
 
@@ -57,9 +58,9 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 class ServedRun:
     """What a server knows of a run."""
 
-    history: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    history: list[Values] = field(default_factory=list)
+    summary: Values = field(default_factory=dict)
+    config: Values = field(default_factory=dict)
     exit_codes: list[int] = field(default_factory=list)
     files: set[str] = field(default_factory=set)
 
@@ -75,7 +76,7 @@ class Server:
         self.runs: dict[str, ServedRun] = {}
         self.url = ""
 
-    def answer(self, query: str, values: dict[str, Any]) -> Any:
+    def answer(self, query: str, values: Values) -> Any:
         """The answer to a GraphQL query."""
         match = re.search(r"(?:query|mutation)\s+(\w+)", query)
         name, run_name = match[1] if match else "", str(values.get("name"))
@@ -104,7 +105,7 @@ class Server:
             return {"createArtifact": {"artifact": artifact}}
         return {}
 
-    def _status(self, name: str, run: ServedRun) -> dict[str, Any]:
+    def _status(self, name: str, run: ServedRun) -> Values:
         return {
             "id": f"id-{name}",
             "name": name,
@@ -120,7 +121,7 @@ class Server:
             "wandbConfig": '{"t": 1}',  # the run has begun
         }
 
-    def stream(self, name: str, body: dict[str, Any]) -> None:
+    def stream(self, name: str, body: Values) -> None:
         """A piece of a run's stream."""
         run, files = self.runs[name], body.get("files") or {}
         if piece := files.get("wandb-history.jsonl"):

@@ -33,6 +33,7 @@ from rl.renderers.qwen_image_21 import QwenImage21
 from rl.renderers.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from rl.renderers.sd3 import SD3
 
+Folders = dict[str, Path]
 EDIT, IMAGE_21 = "qwen_image_edit", "qwen_image_21"
 PLUGINS: dict[str, Any] = {EDIT: QwenImageEdit, IMAGE_21: QwenImage21, "sd3": SD3}
 MODELS: dict[str, Any] = {EDIT: tiny_editor, IMAGE_21: tiny_qwen_image_21, "sd3": tiny_sd3}
@@ -40,7 +41,7 @@ CPU = Resources(None, "cpu")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Type of the plugin -> folder of its tiny model."""
     folders = {name: tmp_path_factory.mktemp(name) for name in PLUGINS}
     tiny_editor.make_stock().save(folders["qwen_image_edit"])
@@ -138,14 +139,14 @@ def test_a_very_wide_picture_keeps_a_row_of_patches() -> None:
     ],
 )
 def test_each_config_problem_is_named(
-    folders: dict[str, Path], name: str, changes: dict[str, Any], parts: str
+    folders: Folders, name: str, changes: dict[str, Any], parts: str
 ) -> None:
     (problem,) = problems(name, folders[name], **changes)
     assert holds(problem, parts), problem
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_valid_configs_have_no_problem(folders: dict[str, Path], name: str) -> None:
+def test_valid_configs_have_no_problem(folders: Folders, name: str) -> None:
     assert problems(name, folders[name]) == problems(name) == []
     assert list(model_problems(PLUGINS[name].models(config_of(name, folders[name])))) == []
 
@@ -158,7 +159,7 @@ def test_bad_values_are_refused(key: str, value: object) -> None:
         config_of(EDIT, **{key: value})
 
 
-def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> None:
+def test_parameters_are_counted_from_the_folder(folders: Folders) -> None:
     """Counts what is on the device: without the editor's modulation (two blocks of two [192, 32]
     layers), but with SD3's table of positions, which is a buffer."""
     modulation, sd3 = 2 * 2 * 192 * (32 + 1), tiny_sd3.make_parts()
@@ -197,7 +198,7 @@ def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
-    folders: dict[str, Path], name: str, capfd: pytest.CaptureFixture[str]
+    folders: Folders, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     loaded, tiny = load(config_of(name, folders[name])), MODELS[name]
@@ -210,7 +211,7 @@ def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
 
 
 def test_without_use_t5_no_file_of_the_third_encoder_is_needed(
-    folders: dict[str, Path], tmp_path: Path
+    folders: Folders, tmp_path: Path
 ) -> None:
     folder = tmp_path / "sd3"
     shutil.copytree(folders["sd3"], folder, ignore=shutil.ignore_patterns("*_3"))
@@ -244,7 +245,7 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
 
 @pytest.mark.parametrize(("device", "expected"), [("auto", "cpu"), ("meta", "meta")])
 def test_a_device_in_the_config_overrides_the_default(
-    folders: dict[str, Path], device: str, expected: str
+    folders: Folders, device: str, expected: str
 ) -> None:
     config = config_of("sd3", folders["sd3"]).model_copy(update={"device": device})
     parts = load(config).parts
@@ -254,9 +255,7 @@ def test_a_device_in_the_config_overrides_the_default(
 @pytest.mark.parametrize(
     ("name", "pipeline"), [(EDIT, QwenImageEditPipeline), (IMAGE_21, QwenImage21Pipeline)]
 )
-def test_an_adapter_is_fused(
-    folders: dict[str, Path], tmp_path: Path, name: str, pipeline: Any
-) -> None:
+def test_an_adapter_is_fused(folders: Folders, tmp_path: Path, name: str, pipeline: Any) -> None:
     parts = MODELS[name].make_parts()
     lora = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"])
     parts.transformer.add_adapter(lora)
@@ -283,7 +282,7 @@ def test_an_adapter_is_fused(
 
 
 @pytest.mark.parametrize("name", [EDIT, IMAGE_21])
-def test_scheduler_overrides_are_applied(folders: dict[str, Path], name: str) -> None:
+def test_scheduler_overrides_are_applied(folders: Folders, name: str) -> None:
     overrides = {"max_shift": 1.5, "shift_terminal": None}
     config = config_of(name, folders[name], scheduler_overrides=overrides)
     kept = load(config_of(name, folders[name])).parts.scheduler.config
@@ -300,7 +299,7 @@ def test_the_renderer_none_renders_nothing() -> None:
 # --- Qwen-Image-2.1 ----------------------------------------------------------------------------
 
 
-def test_the_width_of_the_states_is_read_from_the_transformer(folders: dict[str, Path]) -> None:
+def test_the_width_of_the_states_is_read_from_the_transformer(folders: Folders) -> None:
     width = tiny_qwen_image_21.STATE_DIM
     for config, expected in (
         (config_of(IMAGE_21, folders[IMAGE_21]), width),
@@ -332,9 +331,7 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
     assert guided - bytes_of(max_pictures=1) == keys + text_keys
 
 
-def test_a_few_step_checkpoint_contains_its_sigmas(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_few_step_checkpoint_contains_its_sigmas(folders: Folders, tmp_path: Path) -> None:
     shutil.copytree(folders[IMAGE_21], tmp_path, dirs_exist_ok=True)
 
     def write(levels: object) -> None:

@@ -78,8 +78,11 @@ class Tab:
         return [" ".join(text.split()) for text in self.find(selector).all_text_contents()]
 
 
+OpenTab = Callable[..., Tab]
+
+
 @pytest.fixture
-def open_tab(browser: Any, folder: Path) -> Iterator[Callable[..., Tab]]:
+def open_tab(browser: Any, folder: Path) -> Iterator[OpenTab]:
     """Opens tabs that must end without errors and without network requests."""
     tabs: list[Tab] = []
 
@@ -95,7 +98,7 @@ def open_tab(browser: Any, folder: Path) -> Iterator[Callable[..., Tab]]:
 
 
 @pytest.fixture
-def tab(open_tab: Callable[..., Tab]) -> Tab:
+def tab(open_tab: OpenTab) -> Tab:
     return open_tab()
 
 
@@ -113,7 +116,7 @@ VIEWS = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_view_is_accessible_and_fits_the_window(
-    open_tab: Callable[..., Tab], scheme: str, width: int
+    open_tab: OpenTab, scheme: str, width: int
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     tab = open_tab(scheme=scheme, width=width)
@@ -258,7 +261,7 @@ def test_charts_show_values_under_the_pointer_and_find_any_metric(tab: Tab) -> N
 
 
 def test_equal_completions_are_one_card_and_other_words_are_marked(
-    open_tab: Callable[..., Tab], tmp_path: Path
+    open_tab: OpenTab, tmp_path: Path
 ) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     path = run_dir / "episodes/it_000001.rank0.jsonl"
@@ -295,7 +298,7 @@ def test_equal_completions_are_one_card_and_other_words_are_marked(
         assert tab.find(".thumbs svg.crop").count() == num, "source, best and worst are equal"
 
 
-def test_a_narrow_page_folds_its_filters(open_tab: Callable[..., Tab]) -> None:
+def test_a_narrow_page_folds_its_filters(open_tab: OpenTab) -> None:
     tab = open_tab(width=400)
     tab.go("#held-out", ".card img")
     assert not tab.find("[name=q]").is_visible()
@@ -348,9 +351,7 @@ def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [1280, 400])
-def test_the_page_that_compares_runs_fits(
-    open_tab: Callable[..., Tab], scheme: str, width: int
-) -> None:
+def test_the_page_that_compares_runs_fits(open_tab: OpenTab, scheme: str, width: int) -> None:
     tab = open_tab("compare.html", scheme=scheme, width=width)
     tab.page.goto(tab.url)
     script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

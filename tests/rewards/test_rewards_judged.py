@@ -35,6 +35,7 @@ from rl.rewards.judged import (
     read_grounded,
 )
 
+Plugin = type[Reward[Any]]
 REWARDS = [VieScore, VieScoreT2I, EditQuality, GroundScore, SpatialReward, ExpectedScore]
 
 
@@ -116,7 +117,7 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
     ],
 )  # fmt: skip
 def test_a_grade_is_computed_from_replies_by_hand(
-    reward: type[Reward[Any]], config: dict[str, Any], replies: list[str], value: float, parts: Any
+    reward: Plugin, config: dict[str, Any], replies: list[str], value: float, parts: Any
 ) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge, **config)
@@ -128,24 +129,25 @@ def test_a_grade_is_computed_from_replies_by_hand(
     assert sorted(set(judge.repeats)) == list(range(num_readings)), "numbers of the readings"
 
 
+BOX = box(1, 2, 3, 4)
 UNGROUNDED = [
     "I see an edit at [100, 200, 300, 400] and say 20 and 10.",
     '{"edit_region": [{"id": 0, "label": "hat", "bbox_2d": [100, 200, 300',
-    json.dumps({"edit_region": [box(1, 2, 3, 4)]}),
+    json.dumps({"edit_region": [BOX]}),
     json.dumps({"reasoning": "r", "score": [20, 10]}),
-    json.dumps({"edit_region": box(1, 2, 3, 4), "score": [20, 10]}),
-    grounded(box(1, 2, 3, 4), score=(100, 200, 300, 400)),
-    grounded(box(1, 2, 3, 4), score=(20, 200)),
+    json.dumps({"edit_region": BOX, "score": [20, 10]}),
+    grounded(BOX, score=(100, 200, 300, 400)),
+    grounded(BOX, score=(20, 200)),
     grounded([1, 2, 3, 4]),
     grounded({"id": 0, "bbox_2d": [1, 2, 3, 4]}),
     grounded(box(1, 2, 3, 4, label=5)),
     grounded(box(1, 2, 3, 4, 5)),
     grounded(box("1", "2", "3", "4")),
     grounded(box(0, 0, True, True)),
-    grounded(box(1, 2, 3, 4), box(1, 2, 3, 1001)),
+    grounded(BOX, box(1, 2, 3, 1001)),
     grounded(box(300, 2, 1, 4)),
     grounded(box(1, 2, 1, 4)),
-    grounded(*[box(1, 2, 3, 4)] * 33),
+    grounded(*[BOX] * 33),
     '{"edit_region": [], "score": [1, 1], "score": [25, 25]}',
 ]
 """A coordinate never becomes a score, and a malformed box makes the whole reply unreadable."""
@@ -162,7 +164,7 @@ UNGROUNDED = [
         *((SpatialReward, [reply, score(5, 5)]) for reply in UNGROUNDED),
     ],
 )
-def test_one_unreadable_reply_is_ungraded(reward: type[Reward[Any]], replies: list[str]) -> None:
+def test_one_unreadable_reply_is_ungraded(reward: Plugin, replies: list[str]) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge)
     assert result.value is None and result.parts == {} and result.regions == ()
@@ -212,7 +214,7 @@ def prompt(name: str) -> str:
     return text.replace("{instruction}", EDIT)
 
 
-QUESTIONS: list[tuple[type[Reward[Any]], list[tuple[Any, ...]]]] = [
+QUESTIONS: list[tuple[Plugin, list[tuple[Any, ...]]]] = [
     (VieScore, [
         (SOURCES[0], prompt("viescore_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
@@ -232,16 +234,14 @@ QUESTIONS: list[tuple[type[Reward[Any]], list[tuple[Any, ...]]]] = [
 """Exact to the byte, as recorded replies are looked up by their question."""
 
 
-def questions_of(
-    reward: type[Reward[Any]], num_sources: int, **config: Any
-) -> list[tuple[Any, ...]]:
+def questions_of(reward: Plugin, num_sources: int, **config: Any) -> list[tuple[Any, ...]]:
     judge = ScriptedJudge("no idea")
     grade(reward, judge, num_sources, n_evals=1, **config)
     return [question.parts for question in judge.asked]
 
 
 @pytest.mark.parametrize(("reward", "questions"), QUESTIONS)
-def test_the_judge_gets_exact_prompts(reward: type[Reward[Any]], questions: list[Any]) -> None:
+def test_the_judge_gets_exact_prompts(reward: Plugin, questions: list[Any]) -> None:
     assert questions_of(reward, 1) == questions
     if reward in (GroundScore, VieScoreT2I):  # they show no source
         assert questions_of(reward, 3) == questions
@@ -259,7 +259,7 @@ def numbered(num_sources: int) -> list[Any]:
 )
 @pytest.mark.parametrize("num_sources", [2, 3])
 def test_several_sources_are_numbered(
-    reward: type[Reward[Any]], name: str, mark: str, num_sources: int
+    reward: Plugin, name: str, mark: str, num_sources: int
 ) -> None:
     *before, text, result = questions_of(reward, num_sources)[0]
     assert before == numbered(num_sources)

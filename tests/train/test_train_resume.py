@@ -19,6 +19,10 @@ from rl.run.metric_table import doc_of
 pytestmark = pytest.mark.slow
 
 
+Models = dict[str, str]
+"""Role -> folder."""
+
+
 def test_a_run_writes_metrics_episodes_and_pictures(uninterrupted: Path) -> None:
     rows = metrics_of(uninterrupted)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
@@ -37,7 +41,7 @@ def test_a_run_writes_metrics_episodes_and_pictures(uninterrupted: Path) -> None
 
 
 def test_a_finished_run_says_so_and_loads_nothing(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path
+    models: Models, uninterrupted: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(uninterrupted, tmp_path / "tiny")
     again = tiny_loop.run_forked(tiny_loop.written(models, tmp_path))
@@ -59,7 +63,7 @@ def test_the_numbers_are_those_of_the_golden_trace(uninterrupted: Path) -> None:
 
 
 def test_two_runs_are_equal_to_the_last_byte(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path
+    models: Models, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Except for times and memory use."""
     tiny_loop.run_forked(tiny_loop.written(models, tmp_path))
@@ -80,7 +84,7 @@ def test_two_runs_are_equal_to_the_last_byte(
     ],
 )
 def test_a_run_killed_by_kill_9_resumes_exactly(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path, where: str, count: str
+    models: Models, uninterrupted: Path, tmp_path: Path, where: str, count: str
 ) -> None:
     """Even if the models' files are rewritten meanwhile, with their tensors at other offsets."""
     copies = {name: str(shutil.copytree(models[name], tmp_path / name)) for name in models}
@@ -98,7 +102,7 @@ def test_a_run_killed_by_kill_9_resumes_exactly(
 
 
 def test_a_run_of_the_last_release_is_resumed_exactly(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path
+    models: Models, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """The run folder is rewritten as commit 90fa50d left it: with a key that no longer exists."""
     run_dir = shutil.copytree(uninterrupted, tmp_path / "tiny")
@@ -118,7 +122,7 @@ def test_a_run_of_the_last_release_is_resumed_exactly(
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path
+    models: Models, uninterrupted: Path, tmp_path: Path
 ) -> None:
     path = tiny_loop.written(models, tmp_path, checkpoint={"save_every_n_iterations": 4})
     tiny_loop.run_forked(path, tiny_loop.STEP, "3", check=False)
@@ -144,7 +148,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     [("8", 0), pytest.param("10", 2, marks=pytest.mark.campaign)],
 )
 def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path, count: str, done: int
+    models: Models, uninterrupted: Path, tmp_path: Path, count: str, done: int
 ) -> None:
     path = tiny_loop.written(models, tmp_path)
     stopped = tiny_loop.run_forked(
@@ -157,11 +161,11 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
 
 
 @pytest.fixture(scope="module")
-def straight_with_vllm(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight_with_vllm(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_loop.run_once(tmp_path_factory, "straight_with_vllm", models, **with_vllm(models))
 
 
-def with_vllm(models: dict[str, str]) -> dict[str, Any]:
+def with_vllm(models: Models) -> dict[str, Any]:
     """Changes of a config. Training draws dropout masks, so no forward of a rollout is reused."""
     policy = tiny_loop.config_of(models, Path())["policy"]
     policy["lora"]["dropout"] = 0.1
@@ -174,7 +178,7 @@ PHASES = "prompts generate condition render learn judge_wait sync record checkpo
 @pytest.mark.campaign
 @pytest.mark.parametrize("phase", PHASES.split())
 def test_a_run_with_vllm_killed_between_two_phases_resumes_exactly(
-    models: dict[str, str], straight_with_vllm: Path, tmp_path: Path, phase: str
+    models: Models, straight_with_vllm: Path, tmp_path: Path, phase: str
 ) -> None:
     path = tiny_loop.written(models, tmp_path, **with_vllm(models))
     tiny_loop.kill_and_resume(path, "phase", phase, "2")
@@ -182,7 +186,7 @@ def test_a_run_with_vllm_killed_between_two_phases_resumes_exactly(
 
 
 def test_a_resume_with_a_changed_config_is_refused_and_the_keys_are_named(
-    models: dict[str, str], uninterrupted: Path, tmp_path: Path
+    models: Models, uninterrupted: Path, tmp_path: Path
 ) -> None:
     config = tiny_loop.config_of(models, uninterrupted.parent, seed=4, generations_per_prompt=2)
     refused = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config), check=False)
