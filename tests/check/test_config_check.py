@@ -130,18 +130,28 @@ def test_one_mistake_is_one_message(tmp_path: Path, row: tuple[str, ...]) -> Non
         assert problem.startswith(parts.partition(" ... ")[0]) and holds(problem, parts), problem
 
 
-def test_a_renderer_must_accept_what_the_policy_emits(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
-    [problem] = problems_of(tmp_path, renderer=NOTHING, rewards={"one": NOTHING})
-    parts = "renderer.type: ... tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... or text"
-    assert holds(problem, parts)
+ONE = {"one": NOTHING}
 
 
-def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
-    problems = problems_of(tmp_path, rewards={"one": NOTHING})
-    for need, problem in zip(("answer", "target"), problems, strict=True):
-        assert holds(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
+@pytest.mark.parametrize(
+    ("attribute", "value", "changes", "expected"),
+    [
+        ("Nil.accepts", "image_tokens", {"renderer": NOTHING, "rewards": ONE},
+         ["renderer.type: ... tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... or text"]),
+        ("NothingMuch.needs", {"target", "answer"}, {"rewards": ONE},
+         ["rewards.one: ... 'answer' ... data.train.0 ... column",
+          "rewards.one: ... 'target' ... data.train.0 ... column"]),
+        ("Nobody.needs", {"source_codes"},
+         {"policy": NOTHING, "renderer": NOTHING, "rewards": ONE},
+         ["policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"]),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_accepts_or_needs_must_be_there(
+    tmp_path: Path, monkeypatch: Any, attribute: str, value: Any, changes: Any, expected: list[str]
+) -> None:
+    monkeypatch.setattr(f"tiny_plugins.nothing.{attribute}", value)
+    for problem, parts in zip(problems_of(tmp_path, **changes), expected, strict=True):
+        assert holds(problem, parts), problem
 
 
 def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
@@ -191,13 +201,6 @@ def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
         assert build.resolve(config_of(tmp_path, **changes)).config.final_reward.weights == weights
     [only] = problems_of(tmp_path, rewards={"glance": NOTHING})
     assert holds(only, "rewards: ... diagnostics")
-
-
-def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugins.nothing.Nobody.needs", frozenset({"source_codes"}))
-    problems = problems_of(tmp_path, policy=NOTHING)
-    parts = "policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"
-    assert any(holds(problem, parts) for problem in problems)
 
 
 def test_epochs_become_iterations(tmp_path: Path) -> None:
