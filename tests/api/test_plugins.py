@@ -29,6 +29,7 @@ from rl.api.reward import Reward, reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 """
 
+Mistakes = list[tuple[str, str]]
 HALF = " | def grade(self, x): return 0.5"
 REPORTS = " | def take_metrics(self): return {}"
 REWARDS: list[tuple[str, str, str]] = [
@@ -109,7 +110,7 @@ DATA_CLASS = "class D(DataSource): | def __len__(self): return 3 | def __getitem
 ROWS = DATA_CLASS.replace(
     " | ", " | @classmethod | def provides(cls, config): return {'source'} | ", 1
 )
-DATA: list[tuple[str, str]] = [
+DATA: Mistakes = [
     (ROWS + "return {'id': 1}", "row 0 ... {'id': 1} (dict) ... rl.api.types.Sample"),
     (ROWS + "return Sample(7, 'a')", "row 0 ... id 7 (int)"),
     (ROWS.replace("return 3", "return 0") + "...", "stranger.D ... no row"),
@@ -130,7 +131,7 @@ DATA: list[tuple[str, str]] = [
 
 
 DRAWS = "class R(Renderer): | accepts = 'text' | def render(self, jobs): "
-RENDERERS: list[tuple[str, str]] = [
+RENDERERS: Mistakes = [
     ("class R(Renderer): | accepts = 'text'", "no render ... `def render(self, jobs: "),
     ("class R(Renderer): | def render(self, jobs): ...",
      "no accepts ... ActionKind"),
@@ -154,7 +155,7 @@ TERMS = (
     "from rl.api.loss import LossTerms\n\ndef f(x): | weights = {} | "
     "return LossTerms(-x.advantages * x.logprobs, weights, x.mask.float(), x.mask & False)"
 )
-LOSSES: list[tuple[str, str]] = [
+LOSSES: Mistakes = [
     ("def f(x, y): ...", "`def f(x, y)` ... `def f(x: LossInputs) -> LossTerms`"),
     ("async def f(x): ...", "f is `async def f(x)` ... `def f(x: LossInputs) -> LossTerms`"),
     ("def f(x): return x.logprobs.sum()", "tensor(0., grad_fn=<SumBackward0>) (Tensor)"),
@@ -165,7 +166,7 @@ LOSSES: list[tuple[str, str]] = [
     (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
     (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15)"),
 ]
-NAMES: list[tuple[str, str]] = [
+NAMES: Mistakes = [
     *((name, "'my_package.my_plugin'") for name in ("stranger/one.py", "./stranger/one.py")),
     ("stranger/one", "'my_package.my_plugin'"),
     *(

@@ -35,6 +35,7 @@ from rl.learner.train_step import TrainStep, pack_groups, split_evenly
 from rl.policies.qwen_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
+Sequences = list[Graded]
 A_GROUP = 120
 """A token budget that fits one group of `make_sequences` but not two."""
 
@@ -46,12 +47,12 @@ def reader() -> Qwen25VL:
 
 
 @pytest.fixture(scope="module")
-def sequences(reader: Qwen25VL) -> list[Graded]:
+def sequences(reader: Qwen25VL) -> Sequences:
     return make_sequences(reader)
 
 
 @pytest.fixture(scope="module")
-def rows(sequences: list[Graded]) -> list[tuple[Prompt, tuple[int, ...]]]:
+def rows(sequences: Sequences) -> list[tuple[Prompt, tuple[int, ...]]]:
     """Prompts and completions of `sequences`."""
     return [(s.prompt, s.token_ids) for s in sequences]
 
@@ -68,7 +69,7 @@ def make_learner(algorithm: dict[str, Any] | None = None, **optimizer: Any) -> L
     ["dapo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("grpo", "dr_grpo", "gspo"))],
 )
 def test_gradient_does_not_depend_on_packs_or_kept_forwards(
-    sequences: list[Graded], loss: str
+    sequences: Sequences, loss: str
 ) -> None:
     by_setting = {}
     # One pack; one row per pack; one group per pack with all forwards kept, or the first only.
@@ -84,7 +85,7 @@ def test_gradient_does_not_depend_on_packs_or_kept_forwards(
 
 
 def test_groups_without_loss_cost_no_backward(
-    sequences: list[Graded], monkeypatch: pytest.MonkeyPatch
+    sequences: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kept forward of a pack without loss is dropped; the gradient is that of the others."""
     learner = make_learner(KL, max_tokens_per_micro_batch=A_GROUP)
@@ -97,7 +98,7 @@ def test_groups_without_loss_cost_no_backward(
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
-    sequences: list[Graded], loss: str
+    sequences: Sequences, loss: str
 ) -> None:
     """With N tokens (or completions) in groups with spread and M in groups without, the loss is
     (sum of policy terms and KL over N + sum of KL over M) / N; if N is 0, it is the KL sum / M."""
@@ -108,7 +109,7 @@ def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
     live, flat = sequences[:6], [replace(s, advantage=0.0) for s in sequences[6:]]
     uncounted = [replace(s, counted=False) for s in flat]
 
-    def count(graded: list[Graded]) -> int:
+    def count(graded: Sequences) -> int:
         return sum(sum(s.loss_mask) if loss == "dapo" else any(s.loss_mask) for s in graded)
 
     alone, of_live = (gradient(learner, groups, Dist()) for groups in (flat, live))
@@ -118,9 +119,7 @@ def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
         assert relative_difference(gradient(learner, groups, Dist()), right) <= GRADIENT_TOL
 
 
-def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
-    sequences: list[Graded],
-) -> None:
+def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(sequences: Sequences) -> None:
     """After noisy updates, the KL term alone pulls the policy back; without it nothing changes."""
     learner = make_learner(KL)
     push = [replace(s, advantage=1.0) for s in sequences[:3]]
@@ -156,7 +155,7 @@ def gradient_on_rank(dist: Dist, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_gradient_of_one(
-    sequences: list[Graded], rows: list[Any], tmp_path: Path
+    sequences: Sequences, rows: list[Any], tmp_path: Path
 ) -> None:
     alone = make_learner(KL)
     expected = gradient(alone, sequences, Dist())
@@ -179,7 +178,7 @@ def test_two_ranks_give_the_gradient_of_one(
 # --- what an update does ----------------------------------------------------------------------
 
 
-def test_first_loss_is_the_token_mean_of_advantages(sequences: list[Graded]) -> None:
+def test_first_loss_is_the_token_mean_of_advantages(sequences: Sequences) -> None:
     learner = make_learner({"importance_correction": "none"})
     (logged,) = train(learner, sequences, 0, 1)
     num_tokens = sum(sum(s.loss_mask) for s in sequences)
@@ -191,9 +190,7 @@ def test_first_loss_is_the_token_mean_of_advantages(sequences: list[Graded]) -> 
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
-def test_dr_grpo_divides_by_the_planned_completions(
-    sequences: list[Graded], num_updates: int
-) -> None:
+def test_dr_grpo_divides_by_the_planned_completions(sequences: Sequences, num_updates: int) -> None:
     """The divisor is 12 planned completions x 12 tokens, although one group of 3 was dropped."""
     algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
     learner = make_learner(algorithm, updates_per_iteration=num_updates, learning_rate=1e-12)
@@ -203,9 +200,7 @@ def test_dr_grpo_divides_by_the_planned_completions(
     assert logged["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
 
 
-def test_mismatch_metrics_agree_with_the_log_probs(
-    sequences: list[Graded], rows: list[Any]
-) -> None:
+def test_mismatch_metrics_agree_with_the_log_probs(sequences: Sequences, rows: list[Any]) -> None:
     learner = make_learner({"importance_correction": "token", "importance_cap": 1.5})
     trainer = learner.logprobs(rows)
     d = [
@@ -229,7 +224,7 @@ def test_mismatch_metrics_agree_with_the_log_probs(
     )
 
 
-def test_masked_tokens_carry_no_gradient_but_are_attended_to(sequences: list[Graded]) -> None:
+def test_masked_tokens_carry_no_gradient_but_are_attended_to(sequences: Sequences) -> None:
     learner = make_learner()
     first, *_ = sequences
     mask = (True,) * (len(first.token_ids) - 1) + (False,)
@@ -246,7 +241,7 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(sequences: list[Gra
     [(True, "torch"), (False, "torch"), pytest.param(False, "deepspeed", marks=pytest.mark.slow)],
 )
 def test_stale_rollouts_are_corrected_by_the_ratio(
-    sequences: list[Graded],
+    sequences: Sequences,
     rows: list[Any],
     reader: Qwen25VL,
     monkeypatch: pytest.MonkeyPatch,
@@ -280,7 +275,7 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
-    sequences: list[Graded], rows: list[Any], monkeypatch: pytest.MonkeyPatch, sign: float
+    sequences: Sequences, rows: list[Any], monkeypatch: pytest.MonkeyPatch, sign: float
 ) -> None:
     """`sign` -1: the loss has the wrong sign. The excess of reward is set to the advantage here."""
     learner = make_learner(learning_rate=1e-4)
@@ -299,13 +294,13 @@ def test_the_rise_is_the_excess_of_reward_times_the_change_of_the_log_prob(
     assert "policy/rise" not in merged(update(learner, sequences, NUM_MEASURED))
 
 
-def test_a_step_that_moves_no_log_prob_has_a_rise_of_0(sequences: list[Graded]) -> None:
+def test_a_step_that_moves_no_log_prob_has_a_rise_of_0(sequences: Sequences) -> None:
     (logged,) = train(make_learner(learning_rate=1e-12), sequences, 0, 1)
     assert logged["policy/rise"] == logged["policy/rise_error"] == 0.0
 
 
 @pytest.mark.slow
-def test_weights_do_not_depend_on_the_judges_speed(sequences: list[Graded]) -> None:
+def test_weights_do_not_depend_on_the_judges_speed(sequences: Sequences) -> None:
     """While the judge grades, no, some or all packs are computed ahead; half of the groups have no
     loss, and one more member is UNGRADED."""
 
@@ -330,7 +325,7 @@ def test_weights_do_not_depend_on_the_judges_speed(sequences: list[Graded]) -> N
 
 @pytest.mark.slow
 def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
-    sequences: list[Graded],
+    sequences: Sequences,
 ) -> None:
     twice = make_learner(KL, updates_per_iteration=2)
     (logged,) = train(twice, sequences, 0, 1)
@@ -346,7 +341,7 @@ def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
     assert relative_difference(snapshot(twice), snapshot(by_hand)) <= WEIGHT_TOL
 
 
-def forwarded(learner: Learner, sequences: list[Graded]) -> tuple[TrainStep, list[list[Graded]]]:
+def forwarded(learner: Learner, sequences: Sequences) -> tuple[TrainStep, list[Sequences]]:
     """Opens an update and forwards all rows."""
     step, groups = opened(learner, sequences)
     for micro_batch in step.micro_batches:
@@ -354,7 +349,7 @@ def forwarded(learner: Learner, sequences: list[Graded]) -> tuple[TrainStep, lis
     return step, groups
 
 
-def test_graphs_are_kept_up_to_a_total_number_of_tokens(sequences: list[Graded]) -> None:
+def test_graphs_are_kept_up_to_a_total_number_of_tokens(sequences: Sequences) -> None:
     limit = 2 * max(len(one.prompt.token_ids) + len(one.token_ids) for one in sequences)
     learner = make_learner(max_tokens_per_micro_batch=1, max_kept_tokens=limit)
     kept = forwarded(learner, sequences[:6])[0]._kept
@@ -389,7 +384,7 @@ def test_an_iteration_is_split_into_steps_by_groups() -> None:
     assert split_evenly(0, 2) == [range(0), range(0)]
 
 
-def test_an_iteration_without_tokens_takes_no_step(sequences: list[Graded]) -> None:
+def test_an_iteration_without_tokens_takes_no_step(sequences: Sequences) -> None:
     learner = make_learner(KL)
     before = snapshot(learner)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences]
@@ -409,7 +404,7 @@ def test_learning_rate_follows_the_iteration(reader: Qwen25VL) -> None:
 
 
 def test_a_non_finite_gradient_is_skipped_with_a_warning(
-    sequences: list[Graded], caplog: pytest.LogCaptureFixture
+    sequences: Sequences, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner()
     train(learner, sequences, 0, 1)
@@ -443,7 +438,7 @@ def test_base_weights_stay_bit_identical_over_exports(num_steps: int) -> None:
         assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
 
 
-def test_a_loaded_state_continues_bit_for_bit(sequences: list[Graded]) -> None:
+def test_a_loaded_state_continues_bit_for_bit(sequences: Sequences) -> None:
     uninterrupted, resumed = make_learner(), make_learner()
     train(uninterrupted, sequences, 0, 2)
     resumed.load_state(*uninterrupted.state())
@@ -463,7 +458,7 @@ def test_the_state_of_another_policy_is_refused() -> None:
         learner.load_state(dict(list(tensors.items())[1:]), meta)
 
 
-def test_log_probs_do_not_depend_on_the_batch(sequences: list[Graded], rows: list[Any]) -> None:
+def test_log_probs_do_not_depend_on_the_batch(sequences: Sequences, rows: list[Any]) -> None:
     learner = make_learner(max_tokens_per_micro_batch=10_000)
     together = learner.logprobs(rows)
     assert [len(row) for row in together] == [len(s.token_ids) for s in sequences]
