@@ -54,9 +54,12 @@ if [[ $tier == slow || $tier == all ]] && git rev-parse --is-inside-work-tree &>
             --disable-plugin Base64HighEntropyString \
             --exclude-secrets 'hunter2|0123456789|zyxwvu|^[A-Z][A-Z0-9_]*$'
 fi
+# Fast tests spend a third of their time waiting for processes and time-outs.
+workers=auto
+[[ $tier == fast ]] && workers=$(($(nproc) + 1))
 # Worksteal: each worker gets a contiguous share of the files, so that few fixtures are made twice,
 # and an idle worker takes tests from the end of another's share.
-pytest=(python -m pytest -n auto --dist worksteal --durations 20)
+pytest=(python -m pytest -n "$workers" --dist worksteal --durations 20)
 arithmetic=(
     tests/algorithm tests/learner/test_learner_update.py tests/engines/test_engines_transformers.py
     tests/policies/test_policies_{packed,emu3,qwen3_vl}.py
