@@ -64,7 +64,7 @@ arithmetic=(
     tests/algorithm tests/learner/test_learner_update.py tests/engines/test_engines_transformers.py
     tests/policies/test_policies_{packed,emu3,qwen3_vl}.py
     tests/train/test_golden_run.py::test_five_iterations_match_the_golden_run
-    tests/renderers/test_renderers_{qwen_image,qwen_image_21,sd3}.py
+    tests/renderers/test_renderers_{qwen_image,qwen_image_21,sd3,stock}.py
 )
 if [[ $tier == other-cpus ]]; then
     for kernels in default:SSE41 avx2:AVX2; do # PyTorch's own, and oneDNN's

@@ -64,7 +64,7 @@ def placed(pipeline: Any, config: Config, device: str) -> Any:
         pipeline.to(device)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
-            align_weights(part, pipeline.device.type)
+            align_weights(part, device)
             part.eval().requires_grad_(False)
     if hasattr(getattr(pipeline, "vae", None), "enable_slicing"):
         pipeline.vae.enable_slicing()

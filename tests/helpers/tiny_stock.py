@@ -16,36 +16,15 @@ from tiny_editor import make_stock
 from tiny_models import draw
 from tiny_pictures import make_picture
 from tiny_qwen_image_21 import CHAT_TEMPLATE, ImageTextProcessor
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import CLIPTextModel, SmolLM3Config, SmolLM3ForCausalLM
 
 from rl.api.types import RenderJob, Sample
 from rl.renderers.stock_pipeline_config import Config
 from rl.renderers.stock_pipeline_loop import StockLoop, placed
+from tiny_world.builder import klein_models
 
 WORDS = ["make the sky blue", "add a red square to the image", "x"]
-PICTURE_VAE: dict[str, Any] = {
-    "sample_size": 32,
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [8] * 4,
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-}
-SHIFTED = {**PICTURE_VAE, "shift_factor": 0.06, "scaling_factor": 1.5}
 ONE_LAYER = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
-LANGUAGE = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 def tokenizer() -> Any:
@@ -56,61 +35,32 @@ def tokenizer() -> Any:
 
 def klein() -> Any:
     words = tokenizer()
-    sizes = {**LANGUAGE, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": len(words)}
-    encoder = Qwen3ForCausalLM(Qwen3Config(**sizes))
-    dit = diffusers.Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_attention_heads=2,
-        joint_attention_dim=96,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4,) * 4,
-        guidance_embeds=False,
-        **ONE_LAYER,
-    )
-    vae = diffusers.AutoencoderKLFlux2(latent_channels=4, **PICTURE_VAE)
-    scheduler = Flow(use_dynamic_shifting=True)
-    return diffusers.Flux2KleinPipeline(
-        scheduler, draw(vae), draw(encoder), words, draw(dit), is_distilled=True
-    )
+    vae, encoder = klein_models.make_vae(), klein_models.make_text_encoder(words)
+    dit = klein_models.make_transformer()
+    return klein_models.make_pipeline(draw(vae), draw(encoder), words, draw(dit))
 
 
 def kontext() -> Any:
-    words, t5 = tokenizer(), tiny_sd3.make_parts()
-    words.model_max_length = 77
-    clip = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(words),
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            projection_dim=32,
-            bos_token_id=0,
-            eos_token_id=words.eos_token_id,
-            pad_token_id=words.pad_token_id,
-        )
-    )
+    """With the VAE, T5 and tokenizers of the tiny SD3."""
+    parts = tiny_sd3.make_parts()
+    clip = CLIPTextModel(parts.text_encoder.config)
     dit = diffusers.FluxTransformer2DModel(
         patch_size=1,
         in_channels=16,
         num_attention_heads=2,
         joint_attention_dim=tiny_sd3.STATES_DIM,
-        pooled_projection_dim=32,
+        pooled_projection_dim=clip.config.hidden_size,
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
         **ONE_LAYER,
     )
-    vae = diffusers.AutoencoderKL(
-        latent_channels=4, use_quant_conv=False, use_post_quant_conv=False, **SHIFTED
-    )
     return diffusers.FluxKontextPipeline(
         Flow(use_dynamic_shifting=True),
-        draw(vae),
+        parts.vae,
         draw(clip),
-        words,
-        draw(t5.text_encoder_3),
-        t5.tokenizer_3,
+        parts.tokenizer,
+        parts.text_encoder_3,
+        parts.tokenizer_3,
         draw(dit),
     )
 
@@ -126,7 +76,15 @@ def longcat() -> Any:
         axes_dims_rope=[4, 4, 8],
         **ONE_LAYER,
     )
-    vae = diffusers.AutoencoderKL(latent_channels=16, **SHIFTED)
+    vae = diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[8] * 4,
+        norm_num_groups=4,
+        latent_channels=16,
+        shift_factor=0.06,
+        scaling_factor=1.5,
+    )
     encoder = tiny_qwen.make_model(words)
     return diffusers.LongCatImageEditPipeline(
         Flow(use_dynamic_shifting=True), draw(vae), encoder, words, processor, draw(dit)
@@ -161,9 +119,18 @@ def joy() -> Any:
 
 def fibo() -> Any:
     words = tokenizer()
-    sizes = {**LANGUAGE, "num_hidden_layers": 2, "vocab_size": len(words)}
-    ends = {"pad_token_id": words.pad_token_id, "bos_token_id": None}
-    encoder = SmolLM3ForCausalLM(SmolLM3Config(**sizes, **ends, eos_token_id=words.eos_token_id))
+    config = SmolLM3Config(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        pad_token_id=words.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=words.eos_token_id,
+    )
+    encoder = SmolLM3ForCausalLM(config)
     dit = diffusers.BriaFiboTransformer2DModel(
         patch_size=1,
         in_channels=16,
@@ -217,7 +184,7 @@ MAKERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "BriaFiboEditPipeline": (fibo, {**SIZE, "arguments": {"guidance_scale": 1.0}}),
     "Flux2KleinPipeline": (
         klein,
-        {**SIZE, "arguments": {**FEW_TOKENS, "text_encoder_out_layers": (1, 2, 3)}},
+        {**SIZE, "arguments": {**FEW_TOKENS, "text_encoder_out_layers": (0, 1, 2)}},
     ),
     "FluxKontextPipeline": (kontext, {**SIZE, "arguments": FEW_TOKENS}),
     "JoyImageEditPipeline": (joy, {"arguments": {"guidance_scale": 1.0}}),
