@@ -101,5 +101,5 @@ def with_a_grandchild(setup: Setup) -> Iterator[Line]:
 
 def quick(setup: Setup, *arguments: str) -> Iterator[Line]:
     yield measured("started", " ".join(arguments), at_s=time.monotonic())
-    time.sleep(0.5)
+    time.sleep(1.5)  # longer than another step takes to start on a busy machine
     yield measured("ended", "", at_s=time.monotonic())
