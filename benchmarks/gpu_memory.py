@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +18,16 @@ from benchmarks.gpu_models import (
     make_sample,
     modulation_to_host,
     open_bench,
+    random_klein,
 )
 from benchmarks.gpu_policy import train_on
 from rl import build
 from rl.check import memory_plan
 from rl.config.schema import load_config
 from rl.learner.learner import Learner
-from rl.tools.gpu_checks import Line, Setup, result
+from rl.tools.gpu_checks import Line, Setup, measured, result
 from rl.tools.gpu_steps import Forward, edit_step, small_parts, step_21
+from rl.tools.rehearsal import model_folder
 
 MAX_RATIO = 1.1
 """Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""
@@ -109,3 +113,44 @@ def policy(setup: Setup) -> Iterator[Line]:
     plan_gb = memory_plan.plan(sizes, setup.gpu_gb).peak_gb - memory_plan.CONTEXT_GB
     keys = {"optimizer.gradient_checkpointing": "true"}
     yield _against_plan(f"{what}, memory", setup, plan_gb, keys)
+
+
+@torch.no_grad()
+def stock(setup: Setup) -> Iterator[Line]:
+    """A batch of `one_card_edit`, pictures and sources of 1024 x 1024 px, for each value of
+    `renderer.residency`."""
+    from rl.renderers.stock_pipeline_loop import StockLoop, distance, made_up_jobs, placed
+
+    name = "tiny_stock_editor" if setup.tiny else "one_card_edit"
+    renderer = build.resolve(load_config(f"configs/{name}.jsonnet", (), ENV)).renderer
+    folder = model_folder(renderer.config.model_path, None, Path(setup.folder))
+    pipeline = random_klein(folder, setup.device, setup.dtype)
+    for residency in ("host", "device"):
+        sides = {} if setup.tiny else {"height_px": 1024, "width_px": 1024}
+        config = renderer.config.model_copy(update={"residency": residency, **sides})
+        pipeline.remove_all_hooks()
+        loop = StockLoop(config, placed(pipeline, config, setup.device))
+        jobs = made_up_jobs(config)
+        batch = [jobs["base"], jobs["prompt"], jobs["noise"], jobs["base"]]
+        base, words, noise = (loop.render_tensor([job])[0] for job in batch[:3])
+        _reset_peak(setup.device)
+        start_s = time.perf_counter()
+        drawn = loop.render_tensor(batch)
+        seconds = time.perf_counter() - start_s
+        what = f"real size, diffusers, residency {residency}"
+        finite = bool(drawn.isfinite().all())
+        note = f"{seconds:.2f} s"
+        yield result(f"{what}, {len(batch)} pictures", finite, note, "use another GPU")
+        # Two pictures of one batch have the same job.
+        apart = {
+            "batch": max(map(distance, drawn, (base, words, noise, base))),
+            "again": distance(drawn[0], drawn[3]),
+            "words": distance(base, words),
+            "noise": distance(base, noise),
+        }
+        note = ", ".join(f"{key} {value:.1e}" for key, value in apart.items())
+        yield measured(f"{what}, pictures differ by", note, seconds=seconds, **apart)
+        cost = renderer.cls.cost(config)
+        values = sum(cost.weights.values()) + cost.largest_part + max(cost.activations.values())
+        plan_gb = values * memory_plan.BYTES[setup.dtype] / 1e9
+        yield _against_plan(f"{what}, memory", setup, plan_gb, {"renderer.batch_size": "1"})

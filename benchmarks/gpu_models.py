@@ -273,3 +273,18 @@ def editor_parts(bench: Bench) -> EditorParts:
     modulation_to_host(transformer)
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return EditorParts(transformer, FrameVae(random_vae(bench)).eval(), scheduler)
+
+
+def random_klein(folder: str, device: str, dtype: str) -> Any:
+    """A `Flux2KleinPipeline` with the configs and the tokenizer of `folder`; its weights are drawn
+    on the device and are then in host memory."""
+    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    text_config = AutoConfig.from_pretrained(folder, subfolder="text_encoder")  # nosec B615 # local
+    parts: dict[str, torch.nn.Module] = {}
+    with create_on(device, dtype):
+        parts["text_encoder"] = fill(Qwen3ForCausalLM(text_config)).cpu()
+        for name, cls in (("transformer", Flux2Transformer2DModel), ("vae", AutoencoderKLFlux2)):
+            parts[name] = fill(cls.from_config(cls.load_config(folder, subfolder=name))).cpu()
+    return Flux2KleinPipeline.from_pretrained(folder, **parts)  # nosec B615 # a local folder

@@ -174,3 +174,12 @@ def test_memory_steps_at_tiny_size(tmp_path, monkeypatch):
         for released in gpu_memory.SMALL:
             lines += gpu_memory.transformer(setup, released)
         assert [line.status for line in lines] == ["PASS", status] * 3
+
+
+def test_a_batch_of_a_stock_pipeline_at_tiny_size(tmp_path, monkeypatch):
+    for peak_gb, status in ((0.1, "PASS"), (1.0, "FAIL")):
+        monkeypatch.setattr(gpu_memory, "peak_gb", lambda device, peak_gb=peak_gb: peak_gb)
+        lines = [*gpu_memory.stock(setup_in(tmp_path))]
+        assert [line.status for line in lines] == ["PASS", "MEASURED", status] * 2
+    apart = lines[1].data
+    assert apart["again"] < 1e-6 and apart["batch"] < 1e-6 < 1e-3 < apart["noise"]

@@ -264,6 +264,7 @@ LOOP, ENGINE, SLEEP = f"{_HERE}:loop", f"{_MODELS}:engine", f"{_MODELS}:sleep"
 KERNEL, NO_VLLM = {"policy.attn_implementation": "sdpa"}, {"engine.type": "transformers"}
 LOOPS = {
     "edit": "quickstart",
+    "stock": "tiny_stock_editor",
     "image_21": "tiny_qwen_image_21",
     "earl": "tiny_earl",
     "prompts": "tiny_prompts",
@@ -297,6 +298,7 @@ STEPS = (
     _memory("memory_image_21", "transformer", "qwen_image_21"),
     _memory("memory_policy", "policy"),
     _memory("memory_edit", "transformer", "qwen_image_edit"),
+    _memory("memory_stock", "stock"),
     replace(_vllm("vllm_sleep", SLEEP, 120, "quickstart"), is_alone=True, needs_gpu=True),
 )
 """In order of worth. The small ones run side by side. vLLM's sleep asserts that the GPU's free
