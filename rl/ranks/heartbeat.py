@@ -10,13 +10,14 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
+
+from cachetools import LRUCache
 
 # ---- place ---------------------------------------------------------------------------------------
 # Finds where the main thread is.
@@ -194,16 +195,13 @@ def read(file: Path) -> Beat | None:
 
 
 def _watch_main_thread() -> None:
-    last_stacks: OrderedDict[int, None] = OrderedDict()
+    last_stacks: LRUCache[int, None] = LRUCache(FEW_PLACES)
     looked_s = written_s = 0.0
     while True:
         now_s, stack = time.monotonic(), hash(tuple(calls()))
         if stack not in last_stacks or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
         last_stacks[stack] = None
-        last_stacks.move_to_end(stack)
-        if len(last_stacks) > FEW_PLACES:
-            last_stacks.popitem(last=False)
         looked_s = now_s
         if now_s - written_s >= EVERY_S:
             written_s = now_s
