@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import unicodedata
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,9 @@ from rl.rewards.maths import MathsProcess
 
 def last_answer(text: str) -> str | None:
     """The content of the last complete answer block; None if there is none."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else text[start + len("<answer>") : end]
+    before_end, _, _ = text.rpartition("</answer>")
+    _, start, answer = before_end.rpartition("<answer>")
+    return answer if start else None
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -266,7 +265,6 @@ class Accuracy(Reward[Config]):
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """No value (UNGRADED) if the gold cannot be read or the machine is too busy."""
-        started = time.monotonic()
         answer = self._answer(reward_input.words)
         try:
             gold = read_gold(reward_input.sample.hidden)
@@ -279,7 +277,7 @@ class Accuracy(Reward[Config]):
         except TimeoutError as error:
             return RewardOutput(None, failure=f"timeout: {error}")
         parts = {"parsed": float(bool(answer)), "undecided": float(verdict == "too_costly")}
-        return RewardOutput(float(verdict == "equal"), parts, seconds=time.monotonic() - started)
+        return RewardOutput(float(verdict == "equal"), parts)
 
     def _answer(self, text: str) -> str:
         """The policy's bare answer; '' if there is none, or if it is too long."""

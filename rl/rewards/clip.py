@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,10 +88,9 @@ class Clip(Reward[Config]):
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         if reward_input.image is None:
             return RewardOutput(None, failure="no_image: clip needs a rendered picture")
-        started = time.monotonic()
         cosine, was_cut = await asyncio.get_running_loop().run_in_executor(
             self._thread, self._model.compare, reward_input.sample.instruction, reward_input.image
         )
         value = min(1.0, self.config.scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
-        return RewardOutput(value, parts, seconds=time.monotonic() - started)
+        return RewardOutput(value, parts)

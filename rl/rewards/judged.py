@@ -156,20 +156,14 @@ class JudgedReward(Reward[RepeatsT]):
         complete = [row for row in rows if None not in row]
         readings = [self.reading(*row) for row in complete]
         replies = tuple(reply for answer in answers for reply in answer.replies)
-        seconds = max(answer.seconds for answer in answers)
         if not readings:
             # A failure of the transport first: it says nothing about the picture.
             failures = [answer.failure for answer in answers if answer.failure]
             failure = min(failures, key=is_unreadable)
-            return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
+            return RewardOutput(None, replies=replies, failure=failure)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-        return RewardOutput(
-            self.value_of(parts),
-            parts,
-            replies,
-            seconds=seconds,
-            regions=self.regions(*complete[0]),
-        )
+        regions = self.regions(*complete[0])
+        return RewardOutput(self.value_of(parts), parts, replies, regions=regions)
 
 
 # ---- viescore base -------------------------------------------------------------------------------
