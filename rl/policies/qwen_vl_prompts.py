@@ -273,26 +273,23 @@ class PictureFeatures:
         """
         visual = vl_model.model.visual
         picture_of = {picture.key: picture for picture in pictures}
-        missing = [picture for key, picture in picture_of.items() if key not in self._kept]
         features_of = {key: self._kept[key] for key in picture_of if key in self._kept}
-        blank: list[torch.Tensor] = []
+        missing = [picture for key, picture in picture_of.items() if key not in features_of]
+        blank = _blank(visual)
         if self._trained:
-            encoded = self._encode(missing or [_blank(visual)], vl_model)
-            if missing:
-                features_of |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
-            else:
-                # No feature of the blank is used, but the backward reaches the tower.
-                blank = [encoded[0][:0]]
+            batches = [missing or [blank]]
         else:
-            for number in range(calls_in_step(len(missing), visual)):
-                if number < len(missing):
-                    picture = missing[number]
-                    [features_of[picture.key]] = self._encode([picture], vl_model)
-                else:
-                    self._encode([_blank(visual)], vl_model)
+            num_blanks = calls_in_step(len(missing), visual) - len(missing)
+            batches = [[picture] for picture in [*missing, *[blank] * num_blanks]]
+        for batch in batches:
+            encoded = self._encode(batch, vl_model)
+            features_of |= zip((picture.key for picture in batch), encoded, strict=True)
+        of_blank = features_of.pop(blank.key, None)
+        if self._trained and of_blank is not None:
+            return [of_blank[:0]]  # no feature is used, but the backward reaches the tower
+        if not self._trained:
             self._kept.update(features_of)
-        features = [features_of[picture.key] for picture in pictures] + blank
-        return features or None
+        return [features_of[picture.key] for picture in pictures] or None
 
     def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
         import torch
