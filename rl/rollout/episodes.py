@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import random
 import time
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -321,7 +322,9 @@ class PromptOrder:
         self._seed = seed
         self._num_prompts = prompts_per_iteration
         self._on_bad_row = on_bad_row
-        self._mixture = _Mixture(weights)
+        self._mixture = _mixture(weights)
+        self._draws: list[tuple[int, int]] = []
+        """The mixture's draws so far; a million take two seconds."""
 
     def shard(
         self, iteration: int, rank: int, world_size: int, build: Callable[[Sample], T]
@@ -351,8 +354,9 @@ class PromptOrder:
 
     def draws(self, iteration: int) -> list[tuple[int, int]]:
         """All ranks' draws of an iteration as (source, number of earlier draws from the source)."""
-        start = iteration * self._num_prompts
-        draws = [self._mixture.draw(n) for n in range(start, start + self._num_prompts)]
+        start, end = iteration * self._num_prompts, (iteration + 1) * self._num_prompts
+        self._draws += itertools.islice(self._mixture, max(0, end - len(self._draws)))
+        draws = self._draws[start:end]
         # The mixture repeats a pattern; unshuffled, one rank could always get the same source.
         random.Random(f"{self._seed}:slots:{iteration}").shuffle(draws)
         return draws
@@ -407,30 +411,20 @@ def usable(
     return accepted
 
 
-class _Mixture:
-    """Assigns each draw to the source that is furthest behind its share so far.
+def _mixture(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yield each draw as (source, number of earlier draws from this source). It goes to the source
+    that is furthest behind its share so far.
 
     After any number of draws every source is within one draw of its share (observed for 2 to 16
-    sources). Draws are computed once, in order, and stored; a million draws take two seconds.
+    sources).
     """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._shares = [weight / sum(weights) for weight in weights]
-        self._counts = [0] * len(weights)
-        self._draws: list[tuple[int, int]] = []
-
-    def draw(self, n: int) -> tuple[int, int]:
-        """Draw n as (source, number of earlier draws from this source)."""
-        while len(self._draws) <= n:
-            num_after = len(self._draws) + 1
-            deficits = [
-                share * num_after - count
-                for share, count in zip(self._shares, self._counts, strict=True)
-            ]
-            source = deficits.index(max(deficits))
-            self._draws.append((source, self._counts[source]))
-            self._counts[source] += 1
-        return self._draws[n]
+    shares = [weight / sum(weights) for weight in weights]
+    counts = [0] * len(weights)
+    for num_after in itertools.count(1):
+        deficits = [share * num_after - count for share, count in zip(shares, counts, strict=True)]
+        source = deficits.index(max(deficits))
+        yield source, counts[source]
+        counts[source] += 1
 
 
 @functools.lru_cache(maxsize=64)
