@@ -72,15 +72,15 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
     Raises `UnreadableReplyError`.
     """
     completion = parsed(body)
-    if isinstance(completion, dict) and completion.get("error"):
-        raise UnreadableReplyError("an error beside the reply")
-    try:
-        choice = completion["choices"][0]
-        content = choice["message"]["content"]
-    except (LookupError, TypeError):
-        raise UnreadableReplyError("no choices[0].message.content") from None
-    if not isinstance(content, str | None):
-        raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
+    match completion:
+        case {"error": error} if error:
+            raise UnreadableReplyError("an error beside the reply")
+        case {"choices": [{"message": {"content": str() | None as content}} as choice, *_]}:
+            pass
+        case {"choices": [{"message": {"content": other}}, *_]}:
+            raise UnreadableReplyError(f"{type(other).__name__} under content instead of a text")
+        case _:
+            raise UnreadableReplyError("no choices[0].message.content")
     reply = _label_reply(choice, labels) if labels else (content or "")
     reply = without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1])
     # With labels one token is asked for, so every reply ends by its length.
