@@ -18,22 +18,24 @@ MetricState = dict[str, list[float | str]]
 
 
 class Metrics:
-    """Accumulates named numbers on one rank. A name always has the same kind."""
+    """Accumulates named numbers on one rank. A name always has the same kind. None, for what was
+    not measured, adds nothing."""
 
     def __init__(self) -> None:
         self._state: dict[str, tuple[str, float, float]] = {}
 
-    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+    def add(self, name: str, value: float | None, weight: float = 1.0) -> None:
         """Add `value` to the weighted mean of everything under this name, on all ranks.
 
         Weight 0 adds nothing, whatever the value.
         """
-        if weight:
+        if weight and value is not None:
             self._fold(name, "mean", value * weight, weight)
 
-    def maximum(self, name: str, value: float) -> None:
+    def maximum(self, name: str, value: float | None) -> None:
         """Add `value` to the maximum of everything under this name, on all ranks."""
-        self._fold(name, "max", value, 1.0)
+        if value is not None:
+            self._fold(name, "max", value, 1.0)
 
     def total(self, name: str, value: float) -> None:
         """Add `value` to the sum of everything under this name, on all ranks."""

@@ -546,18 +546,15 @@ def add_gaps(
                 f"{name} did not grade {len(failures)} of {len(drawn)} held-out pictures; training "
                 f"goes on. First cause: {excerpt(str(failures[0]), MAX_CAUSE_CHARS)}"
             )
-        correlation = slope_of(list(now.values()))[2]
-        if correlation is not None:
-            metrics.maximum(f"eval/correlation/{name}", correlation)
+        metrics.maximum(f"eval/correlation/{name}", slope_of(list(now.values()))[2])
         hashes = {record["id"]: record["shown"] for record in drawn}
         result = gap_of(_first_pairs(folder, name) or now, now, hashes)
         if result is not None:
             gap, gain = result
             is_alarming = gap.is_alarming and gap.mean > LEAST_GAP and gain >= 0
             metrics.maximum(f"eval/gap/{name}", gap.mean)
-            if gap.error is not None:
-                metrics.maximum(f"eval/gap_error/{name}", gap.error)
-            metrics.maximum(f"eval/gap_alarm/{name}", float(is_alarming))
+            metrics.maximum(f"eval/gap_error/{name}", gap.error)
+            metrics.maximum(f"eval/gap_alarm/{name}", is_alarming)
 
 
 def _pairs(records: Iterable[Mapping[str, Any]], name: str) -> dict[str, Rewards]:

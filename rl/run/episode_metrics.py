@@ -201,12 +201,12 @@ def add_ranges(metrics: Metrics, rollout: Rollout, names: Sequence[str], dist: D
 def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     rewards = [e.reward for e in episodes_G if e.reward is not None]
     zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE
-    metrics.add("groups/zero_spread", float(zero_spread))
-    metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
+    metrics.add("groups/zero_spread", zero_spread)
+    metrics.add("groups/dead", zero_spread and max(rewards, default=1.0) < HALF_MARKS)
     num_distinct = len({e.completion.token_ids for e in episodes_G})
     metrics.add("groups/distinct_completions", num_distinct / len(episodes_G))
     share_unreadable = fmean(episode.unreadable for episode in episodes_G)
-    metrics.add("groups/unreadable", float(share_unreadable > HALF_UNREADABLE))
+    metrics.add("groups/unreadable", share_unreadable > HALF_UNREADABLE)
     if len(rewards) > 1:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
     for episode in episodes_G:
@@ -227,20 +227,18 @@ def add_bare_arm(
 
 def _add_episode(metrics: Metrics, episode: Episode) -> None:
     for status in Status:
-        metrics.add(f"status/{status.value}", float(episode.status is status))
+        metrics.add(f"status/{status.value}", episode.status is status)
     add_unreadable(metrics, "status", episode)
     completion = episode.completion
     metrics.add("tokens/completion_mean", len(completion.token_ids))
     metrics.maximum("tokens/completion_max", len(completion.token_ids))
     metrics.total("tokens/completion_total", len(completion.token_ids))
     metrics.add("tokens/prompt_mean", len(episode.prompt.token_ids))
-    metrics.add("tokens/truncated", float(completion.finish == "length"))
+    metrics.add("tokens/truncated", completion.finish == "length")
     add_thought(metrics, "", episode)
-    if episode.judge_s:
-        metrics.add("judge/verdict_mean_s", episode.judge_s)
-    if episode.reward is not None:
-        metrics.add("reward/mean", episode.reward)
-        metrics.maximum("reward/max", episode.reward)
+    metrics.add("judge/verdict_mean_s", episode.judge_s or None)  # 0: no judge was asked
+    metrics.add("reward/mean", episode.reward)
+    metrics.maximum("reward/max", episode.reward)
     for name, value in episode.parts.items():
         metrics.add(f"reward/part/{name}", value)
 
@@ -249,7 +247,7 @@ def add_unreadable(metrics: Metrics, prefix: str, episode: Episode) -> None:
     """Add whether the judge's replies about the episode were unreadable, per category too."""
     category = episode.prompt.sample.category
     for name in ("unreadable", f"unreadable/{category}")[: 2 if category else 1]:
-        metrics.add(f"{prefix}/{name}", float(episode.unreadable))
+        metrics.add(f"{prefix}/{name}", episode.unreadable)
 
 
 def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
@@ -261,5 +259,5 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
         metrics.maximum(f"{prefix}thought/tokens_max", num_tokens)
     if asks_for_thought:
         cause = (episode.action.failure or "").partition(":")[0]
-        metrics.add(f"{prefix}thought/unfinished", float(cause == UNFINISHED_THOUGHT))
-        metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
+        metrics.add(f"{prefix}thought/unfinished", cause == UNFINISHED_THOUGHT)
+        metrics.add(f"{prefix}thought/no_marker", cause == NO_MARKER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
+from rl.api.policy import Policy
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
 from rl.learner.train_step import Forwards, Inference
@@ -47,17 +48,18 @@ if TYPE_CHECKING:
 CUT, REFERENCE, STOCK = "cut_thought", "reference", "stock"
 """Variants beside `POLICY` and `BARE`: the policy's words without thinking, the data's reference
 words, and the renderer's own pipeline with the user's words."""
-Rows = dict[int, tuple[Prompt, Completion]]
-"""Number of a sample on this rank -> (what the policy reads, words). Samples may be absent."""
-Variants = Mapping[str, Rows]
-Drawn = Mapping[str, Mapping[int, Episode]]
-"""Variant -> number of the sample -> its episode."""
+Variants = dict[str, tuple[Prompt, Completion]]
+"""Of one sample: variant -> (what the policy reads, words)."""
+Drawn = dict[str, Episode]
+"""Of one sample: variant -> episode."""
 SetWeights = Callable[[], AbstractContextManager[None]]
 """Makes a context in which a policy computes its hidden states with certain weights."""
 
 
-def write(context: RolloutContext, engine: Engine, prompts: Mapping[int, Prompt]) -> Rows:
-    """The words that the engine writes for this rank's samples, as in every evaluation."""
+def write(
+    context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
+) -> list[tuple[Prompt, Completion]]:
+    """_P, each prompt with the words that the engine writes for it, as in every evaluation."""
     config = context.config
     params = SamplingParams(
         temperature=config.evaluation.temperature,
@@ -66,41 +68,38 @@ def write(context: RolloutContext, engine: Engine, prompts: Mapping[int, Prompt]
         max_tokens=config.sampling.max_completion_tokens,
         num_completions=1,
     )
-    if not prompts:
-        return {}
-    ids = [prompt.sample.id for prompt in prompts.values()]
-    seeds = [derive_seed("evaluation", config.seed, "sampling", each) for each in ids]
-    groups = engine.generate(list(prompts.values()), params, seeds)
-    rows = zip(prompts.items(), groups, strict=True)
-    return {p: (prompt, completion) for (p, prompt), (completion,) in rows}
+    if not prompts_P:
+        return []
+    ids_P = [prompt.sample.id for prompt in prompts_P]
+    seeds_P = [derive_seed("evaluation", config.seed, "sampling", each) for each in ids_P]
+    groups_P = engine.generate(list(prompts_P), params, seeds_P)
+    return [(prompt, words) for prompt, (words,) in zip(prompts_P, groups_P, strict=True)]
 
 
-def own_words(context: RolloutContext, prompts: Mapping[int, Prompt]) -> Rows:
-    """The user's words, unchanged, for the samples that have them."""
-    policy = context.policy
-    words = {p: policy.pass_through_completion(prompt.sample) for p, prompt in prompts.items()}
-    return {p: (prompts[p].plain, each) for p, each in words.items() if each is not None}
+def own_words(policy: Policy, prompt: Prompt) -> Variants:
+    """The variant `BARE`: the user's words, unchanged; {} if the sample has none."""
+    words = policy.pass_through_completion(prompt.sample)
+    return {} if words is None else {BARE: (prompt.plain, words)}
 
 
 def score(
     context: RolloutContext,
-    variants: Variants,
+    variants_P: Sequence[Variants],
     dist: Dist,
     weights: SetWeights = nullcontext,
     learner: Learner | None = None,
-) -> dict[str, dict[int, Episode]]:
-    """Render and grade variants. Those of a sample whose prompts are equal but for the thought are
-    a group; the first of them decides what the policy reads, and the others have no thought.
+) -> list[Drawn]:
+    """_P, render and grade variants. Those of a sample whose prompts are equal but for the thought
+    are a group; the first of them decides what the policy reads, and the others have no thought.
 
     `weights`: for the policy's states. `learner`: its forward is used, with today's weights. Raises
     `Interrupted` on every rank once any was asked to stop. Collective.
     """
     context = replace(context, rewards={**context.rewards, **context.held_out_only})
-    groups: dict[tuple[int, Prompt], dict[str, tuple[Prompt, Completion]]] = {}
-    for p in sorted({p for words in variants.values() for p in words}):
-        for name, words in variants.items():
-            if p in words:
-                groups.setdefault((p, words[p][0].plain), {})[name] = words[p]
+    groups: dict[tuple[int, Prompt], Variants] = {}
+    for p, variants in enumerate(variants_P):
+        for name, row in variants.items():
+            groups.setdefault((p, row[0].plain), {})[name] = row
     rows_G = [list(group.values()) for group in groups.values()]
     prompts = [rows[0][0] for rows in rows_G]
     sampled = Sampled(
@@ -125,11 +124,10 @@ def score(
         for _ in pending.groups(timer, signals.stop_received):
             pass
     raise_if_interrupted(dist)
-    drawn: dict[str, dict[int, Episode]] = {name: {} for name in variants}
+    drawn_P: list[Drawn] = [{} for _ in variants_P]
     for ((p, _), group), episodes in zip(groups.items(), pending.finished().episodes, strict=True):
-        for name, episode in zip(group, episodes, strict=True):
-            drawn[name][p] = episode
-    return drawn
+        drawn_P[p].update(zip(group, episodes, strict=True))
+    return drawn_P
 
 
 # ---- stock ---------------------------------------------------------------------------------------
@@ -154,23 +152,24 @@ forward and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
 
 
 def draw_untrained(
-    context: RolloutContext, prompts_P: Sequence[Prompt], drawn: Drawn, dist: Dist
-) -> Drawn:
-    """The untrained system's episodes, before training: of the stock variants (the renderer's own
-    pipeline with the user's words) under the base model's weights, and of fixed words. The latter,
-    and the pictures of a policy that `starts_as_stock`, are among those `drawn`. Collective."""
+    context: RolloutContext, prompts_P: Sequence[Prompt], drawn_P: Sequence[Drawn], dist: Dist
+) -> list[Drawn]:
+    """_P, the untrained system's episodes, before training: of the stock variants (the renderer's
+    own pipeline with the user's words) under the base model's weights, and of fixed words. The
+    latter, and the pictures of a policy that `starts_as_stock`, are among those `drawn_P`.
+    Collective."""
     policy = context.policy
-    fixed = {name: drawn[name] for name in FIXED if name in drawn and policy.reads_states}
-    if policy.starts_as_stock:
-        return {STOCK: drawn[POLICY], **fixed}
-    variants: dict[str, Rows] = {}
-    for p, prompt in enumerate(prompts_P):
-        for name, row in policy.stock_arms(prompt).items():
-            variants.setdefault(name, {})[p] = row
-    weights = nullcontext if policy.config.lora is None else policy.base_model
-    stock = score(context, variants, dist, weights)
-    require_grades(context, chain.from_iterable(of_p.values() for of_p in stock.values()), dist)
-    return {**stock, **fixed}
+    stock_P: list[Drawn] = [{STOCK: drawn[POLICY]} for drawn in drawn_P]
+    if not policy.starts_as_stock:
+        weights = nullcontext if policy.config.lora is None else policy.base_model
+        arms_P = [dict(policy.stock_arms(prompt)) for prompt in prompts_P]
+        stock_P = score(context, arms_P, dist, weights)
+        require_grades(context, chain.from_iterable(stock.values() for stock in stock_P), dist)
+    names = FIXED if policy.reads_states else ()
+    pairs = zip(stock_P, drawn_P, strict=True)
+    return [
+        stock | {name: drawn[name] for name in names if name in drawn} for stock, drawn in pairs
+    ]
 
 
 def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) -> list[Rewards]:
@@ -181,37 +180,44 @@ def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) ->
     return [rewards_of.get(sample.id, {}) for sample in samples_P]
 
 
-def write_untrained(run_dir: Path, episodes: Drawn, dist: Dist, writer: BackgroundWriter) -> None:
+def write_untrained(
+    run_dir: Path,
+    samples_P: Sequence[Sample],
+    episodes_P: Sequence[Drawn],
+    dist: Dist,
+    writer: BackgroundWriter,
+) -> None:
     """Write what `draw_untrained` gave. Collective."""
-    of_sample: dict[str, dict[str, Episode]] = {}
-    for name, of_p in episodes.items():
-        for episode in of_p.values():
-            of_sample.setdefault(episode.prompt.sample.id, {})[name] = episode
     pictures: dict[Path, Image] = {}
     rows = [
         {
-            "id": sample_id,
-            "rewards": {name: episode.reward for name, episode in variants.items()},
+            "id": sample.id,
+            "rewards": {name: episode.reward for name, episode in episodes.items()},
             "files": {
-                name: _picture_file(pictures, run_dir / FOLDER, sample_id, name, episode.image)
-                for name, episode in variants.items()
+                name: _picture_file(pictures, run_dir / FOLDER, sample.id, name, episode.image)
+                for name, episode in episodes.items()
             },
         }
-        for sample_id, variants in of_sample.items()
+        for sample, episodes in zip(samples_P, episodes_P, strict=True)
     ]
     _write_rows(run_dir / FOLDER / "rewards.jsonl", rows, pictures, dist, writer)
 
 
 def add_state_drift(
-    metrics: Metrics, context: RolloutContext, folder: Path, bare: Rows, iteration: int, dist: Dist
+    metrics: Metrics,
+    context: RolloutContext,
+    folder: Path,
+    variants_P: Sequence[Variants],
+    iteration: int,
+    dist: Dist,
 ) -> None:
-    """Add the distance of the words' states, which the renderer reads at their tokens, from those
-    before training, which are kept in `folder`. Collective."""
+    """Add the distance of the states of the user's own words, which the renderer reads at their
+    tokens, from those before training, which are kept in `folder`. Collective."""
     from safetensors.torch import load_file, save
 
     policy = context.policy
     num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
-    rows = [row for p, row in bare.items() if p < num]
+    rows = [variants[BARE] for variants in variants_P[:num] if BARE in variants]
     ids_P1 = [[words.token_ids] for _, words in rows]
     budget = context.config.optimizer.max_tokens_per_micro_batch
     forwards = Inference(policy, [prompt for prompt, _ in rows], ids_P1, budget, dist)
@@ -257,50 +263,43 @@ def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> float:
 
 
 def _compare(
-    rewards_P: Sequence[float | None],
-    others_P: Sequence[float | None],
-    hashes_P: Sequence[Hashes],
-    dist: Dist,
+    pairs_P: Sequence[tuple[float | None, float | None]], hashes_P: Sequence[Hashes], dist: Dist
 ) -> Paired | None:
     """Differences over all ranks' samples that have both rewards; None if none has. Collective."""
-    local_pairs = [
+    local = [
         (reward - other, hashes)
-        for reward, other, hashes in zip(rewards_P, others_P, hashes_P, strict=True)
+        for (reward, other), hashes in zip(pairs_P, hashes_P, strict=True)
         if reward is not None and other is not None
     ]
-    pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
-    return paired([difference for difference, _ in pairs], [hashes for _, hashes in pairs])
+    known = list(chain.from_iterable(dist.gather(local)))
+    return paired([difference for difference, _ in known], [hashes for _, hashes in known])
 
 
 def add_differences(
-    metrics: Metrics,
-    rewards: Mapping[str, Sequence[float | None]],
-    hashes_P: Sequence[Hashes],
-    dist: Dist,
+    metrics: Metrics, rewards_P: Sequence[Rewards], hashes_P: Sequence[Hashes], dist: Dist
 ) -> None:
-    """Add the `DIFFERENCES` with their errors; `rewards`: _P by variant. Collective."""
+    """Add the `DIFFERENCES` with their errors. Collective."""
     for metric, one, other in DIFFERENCES:
-        if one not in rewards or other not in rewards:
-            continue
-        difference = _compare(rewards[one], rewards[other], hashes_P, dist)
+        pairs_P = [(rewards.get(one), rewards.get(other)) for rewards in rewards_P]
+        difference = _compare(pairs_P, hashes_P, dist)
         if difference is not None:
             metrics.maximum(metric, difference.mean)
-            if difference.error is not None:
-                metrics.maximum(f"{metric}_error", difference.error)
+            metrics.maximum(f"{metric}_error", difference.error)
             if metric.startswith("drift/"):
-                metrics.maximum("drift/alarm", float(difference.is_alarming))
+                metrics.maximum("drift/alarm", difference.is_alarming)
 
 
-def check_start(
-    rewards: Mapping[str, Sequence[float | None]], hashes_P: Sequence[Hashes], dist: Dist
-) -> None:
+def check_start(rewards_P: Sequence[Rewards], hashes_P: Sequence[Hashes], dist: Dist) -> None:
     """Warn, before training, if the reference descriptions earn next to nothing, or less than words
-    that nobody trained: then no words can earn more. `rewards`: _P by variant. Collective."""
-    right_P = rewards.get(REFERENCE, [None] * len(hashes_P))
-    right = _compare(right_P, [0.0] * len(hashes_P), hashes_P, dist)
+    that nobody trained: then no words can earn more."""
+    right_P = [rewards.get(REFERENCE) for rewards in rewards_P]
+    right = _compare([(reward, 0.0) for reward in right_P], hashes_P, dist)
     if right is None or right.error is None:
         return
-    ahead = {name: _compare(rewards[name], right_P, hashes_P, dist) for name in (POLICY, BARE)}
+    ahead = {}
+    for name in (POLICY, BARE):
+        others_P = [rewards.get(name) for rewards in rewards_P]
+        ahead[name] = _compare(list(zip(others_P, right_P, strict=True)), hashes_P, dist)
     is_behind = any(each is not None and each.is_alarming for each in ahead.values())
     if dist.is_main and (is_behind or right.mean < LEAST_OF_REFERENCES):
         beside = [f", {name} {right.mean + each.mean:.3f}" for name, each in ahead.items() if each]
@@ -342,116 +341,114 @@ def evaluate(
     rank_samples = list(samples)[dist.rank :: dist.world_size]
     hashes_P = [contents_of(sample) for sample in rank_samples]
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
-    again: Drawn = {}
+    again_P: Sequence[Drawn] = [{} for _ in rank_samples]
+    drawn_P: list[Drawn] = [{} for _ in rank_samples]
     writer.drain()  # what the first evaluation wrote is read below
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
-        variants = _variants(context, engine, prompts_P)
+        variants_P = _variants(context, engine, prompts_P)
         engine.sleep()
-        drawn: dict[str, dict[int, Episode]] = {}
         for names in ((POLICY, BARE), (CUT,), (REFERENCE,)):
-            if part := {name: variants[name] for name in names if name in variants}:
-                drawn |= score(context, part, dist)
-            for name in part:
-                require_grades(context, drawn[name].values(), dist)
+            part_P = [{n: row for n, row in each.items() if n in names} for each in variants_P]
+            for drawn, part in zip(drawn_P, score(context, part_P, dist), strict=True):
+                drawn |= part
+            for name in names:
+                require_grades(context, _episodes(drawn_P, name), dist)
         if learner is not None and not context.compares_pictures:
             num = max(2, NUM_AGAIN // dist.world_size) if iteration == 0 else 1
-            again = _draw_again(context, learner, variants, num, dist)
+            again_P = _draw_again(context, learner, variants_P, num, dist)
         if config.evaluation.stock_arm and context.makes_images and not context.compares_pictures:
             if iteration == 0:
-                untrained = draw_untrained(context, prompts_P, drawn, dist)
-                write_untrained(run_dir, untrained, dist, writer)
+                episodes_P = draw_untrained(context, prompts_P, drawn_P, dist)
+                write_untrained(run_dir, rank_samples, episodes_P, dist, writer)
                 writer.drain()
             untrained_P = untrained_rewards(run_dir, rank_samples, dist)
             if context.policy.reads_states:
                 folder = run_dir / FOLDER
-                add_state_drift(metrics, context, folder, variants[BARE], iteration, dist)
+                add_state_drift(metrics, context, folder, variants_P, iteration, dist)
         engine.wake()
-    _measure_variants(metrics, drawn, untrained_P, dist)
-    rewards = {
-        name: [of_p[p].reward if p in of_p else None for p in range(len(prompts_P))]
-        for name, of_p in drawn.items()
-    }
-    for name in (STOCK, *FIXED):
-        rewards[f"untrained {name}"] = [untrained.get(name) for untrained in untrained_P]
+    _measure_variants(metrics, drawn_P, untrained_P, dist)
+    rewards_P = [
+        {name: episode.reward for name, episode in drawn.items()}
+        | {f"untrained {name}": reward for name, reward in untrained.items()}
+        for drawn, untrained in zip(drawn_P, untrained_P, strict=True)
+    ]
     if iteration == 0:
-        check_start(rewards, hashes_P, dist)
-    add_differences(metrics, rewards, hashes_P, dist)
+        check_start(rewards_P, hashes_P, dist)
+    add_differences(metrics, rewards_P, hashes_P, dist)
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    records_S = _write_records(folder, drawn, untrained_P, dist, writer)
+    records_S = _write_records(folder, drawn_P, untrained_P, dist, writer)
     if dist.is_main:
         add_gaps(metrics, context.held_out_only, folder, records_S)
     if not context.compares_pictures:
-        by_sample_P = [
-            {name: of_p[p] for name, of_p in {**drawn, **again}.items() if p in of_p}
-            for p in range(len(prompts_P))
-        ]
-        check_equal_words(metrics, by_sample_P, config.images_per_completion, iteration == 0, dist)
+        all_P = [drawn | again for drawn, again in zip(drawn_P, again_P, strict=True)]
+        check_equal_words(metrics, all_P, config.images_per_completion, iteration == 0, dist)
     return metrics
+
+
+def _episodes(drawn_P: Iterable[Drawn], name: str) -> list[Episode]:
+    return [drawn[name] for drawn in drawn_P if name in drawn]
 
 
 def _variants(
     context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
-) -> dict[str, Rows]:
-    """What an evaluation draws under the current weights. The last two variants exist only if the
-    config asks for them."""
+) -> list[Variants]:
+    """_P, what an evaluation draws under the current weights, as far as the config asks for it."""
     config, policy = context.config, context.policy
-    prompts = dict(enumerate(prompts_P))
-    variants = {POLICY: write(context, engine, prompts), BARE: Rows()}
-    if config.bare_arm != "never" and context.makes_images:
-        variants[BARE] = own_words(context, prompts)
+    variants_P: list[Variants] = [{POLICY: row} for row in write(context, engine, prompts_P)]
+    has_bare = config.bare_arm != "never" and context.makes_images
+    for prompt, variants in zip(prompts_P, variants_P, strict=True):
+        variants |= own_words(policy, prompt) if has_bare else {}
+        if config.evaluation.reference_drift and prompt.sample.reference is not None:
+            reference = policy.encode_completion(prompt.sample.reference)
+            variants[REFERENCE] = prompt.plain, reference
     if config.evaluation.thought_gain:
-        cut_prompts = {p: policy.cut_thought(prompt) for p, prompt in prompts.items()}
-        asked = {p: prompt for p, prompt in cut_prompts.items() if prompt is not None}
-        variants[CUT] = {
-            p: (prompts[p].plain, policy.words_of_cut(completion))
-            for p, (_, completion) in write(context, engine, asked).items()
-        }
-    if config.evaluation.reference_drift:
-        variants[REFERENCE] = {
-            p: (prompt.plain, policy.encode_completion(prompt.sample.reference))
-            for p, prompt in prompts.items()
-            if prompt.sample.reference is not None
-        }
-    return variants
+        cut_of = {p: policy.cut_thought(prompt) for p, prompt in enumerate(prompts_P)}
+        asked = {p: prompt for p, prompt in cut_of.items() if prompt is not None}
+        rows = write(context, engine, list(asked.values()))
+        for p, (_, completion) in zip(asked, rows, strict=True):
+            variants_P[p][CUT] = prompts_P[p].plain, policy.words_of_cut(completion)
+    return variants_P
 
 
 def _draw_again(
-    context: RolloutContext, learner: Learner, variants: Variants, num: int, dist: Dist
-) -> Drawn:
-    """The first `num` samples' words along other paths: the policy's and the user's through the
-    forward of training, and the policy's with nothing else beside them. Collective."""
-    first = {n: {p: r for p, r in variants[n].items() if p < num} for n in (POLICY, BARE)}
-    in_training = {f"{name}, as in training": rows for name, rows in first.items()}
-    again = score(context, in_training, dist, learner=learner)
-    name = f"{POLICY}, alone"
-    again[name] = {}
-    for p in range(dist.max_int(len(first[POLICY]))):
-        one = {p: first[POLICY][p]} if p in first[POLICY] else {}
-        again[name] |= score(context, {name: one}, dist)[name]
-    return again
+    context: RolloutContext, learner: Learner, variants_P: Sequence[Variants], num: int, dist: Dist
+) -> list[Drawn]:
+    """_P, the words of the first `num` samples along other paths: the policy's and the user's
+    through the forward of training, and the policy's with nothing else beside them. Collective."""
+    in_training_P: list[Variants] = [{} for _ in variants_P]
+    for again, variants in zip(in_training_P[:num], variants_P, strict=False):
+        for name, row in variants.items():
+            if name in (POLICY, BARE):
+                again[f"{name}, as in training"] = row
+    drawn_P = score(context, in_training_P, dist, learner=learner)
+    for p in range(dist.max_int(min(num, len(variants_P)))):
+        alone = [{f"{POLICY}, alone": variants[POLICY]} for variants in variants_P[p : p + 1]]
+        for drawn, episodes in zip(drawn_P[p : p + 1], score(context, alone, dist), strict=True):
+            drawn |= episodes
+    return drawn_P
 
 
 def _measure_variants(
-    metrics: Metrics, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist
+    metrics: Metrics, drawn_P: Sequence[Drawn], untrained_P: Sequence[Rewards], dist: Dist
 ) -> None:
-    _measure(metrics, "eval", drawn[POLICY].values(), dist)
-    _measure(metrics, "eval_reference", drawn.get(REFERENCE, {}).values(), dist)
-    for p, episode in drawn[POLICY].items():
-        add_bare_arm(metrics, "eval/", [episode], drawn[BARE].get(p))
+    _measure(metrics, "eval", _episodes(drawn_P, POLICY), dist)
+    _measure(metrics, "eval_reference", _episodes(drawn_P, REFERENCE), dist)
+    for drawn, untrained in zip(drawn_P, untrained_P, strict=True):
+        episode = drawn[POLICY]
+        add_bare_arm(metrics, "eval/", [episode], drawn.get(BARE))
         add_thought(metrics, "eval/", episode)
         reference = episode.prompt.sample.reference
         if reference is not None:
             is_right = reference in (episode.action.text, episode.action.words)
-            metrics.add("eval/reference_match", float(is_right))
-        if STOCK in untrained_P[p]:
-            metrics.add("eval/stock_ungraded", float(untrained_P[p][STOCK] is None))
-        for name, reward in untrained_P[p].items():
-            if name not in FIXED and reward is not None:
+            metrics.add("eval/reference_match", is_right)
+        if STOCK in untrained:
+            metrics.add("eval/stock_ungraded", untrained[STOCK] is None)
+        for name, reward in untrained.items():
+            if name not in FIXED:
                 metrics.add(f"eval/{name}_reward", reward)
-    for episode in drawn.get(CUT, {}).values():
-        if episode.reward is not None:
-            metrics.add(f"eval/{CUT}_reward", episode.reward)
+    for episode in _episodes(drawn_P, CUT):
+        metrics.add(f"eval/{CUT}_reward", episode.reward)
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode], dist: Dist) -> None:
@@ -463,26 +460,28 @@ def _measure(metrics: Metrics, prefix: str, episodes: Collection[Episode], dist:
         if num_unreadable and (episode.unreadable or episode.reward is not None):
             metrics.add(f"{prefix}/reward_low", episode.reward or 0.0)
             metrics.add(f"{prefix}/reward_high", 1.0 if episode.unreadable else episode.reward or 0)
-        if episode.reward is None:
-            continue
         metrics.add(f"{prefix}/reward", episode.reward)
-        if episode.prompt.sample.category:
-            metrics.add(f"{prefix}/reward/{episode.prompt.sample.category}", episode.reward)
-        for part, value in episode.parts.items():
+        if category := episode.prompt.sample.category:
+            metrics.add(f"{prefix}/reward/{category}", episode.reward)
+        for part, value in episode.parts.items() if episode.reward is not None else ():
             metrics.add(f"{prefix}/part/{part}", value)
 
 
 def _write_records(
-    folder: Path, drawn: Drawn, untrained_P: Sequence[Rewards], dist: Dist, writer: BackgroundWriter
+    folder: Path,
+    drawn_P: Sequence[Drawn],
+    untrained_P: Sequence[Rewards],
+    dist: Dist,
+    writer: BackgroundWriter,
 ) -> list[Mapping[str, Any]]:
     """Write a line per held-out sample of all ranks to one file, and the pictures beside it.
     Returns the lines."""
     pictures: dict[Path, Image] = {}
     rows = []
-    for p, episode in drawn[POLICY].items():
+    for drawn, untrained in zip(drawn_P, untrained_P, strict=True):
+        episode, bare, cut = drawn[POLICY], drawn.get(BARE), drawn.get(CUT)
         sample = episode.prompt.sample
         add = partial(_picture_file, pictures, folder, sample.id)
-        bare, cut = drawn[BARE].get(p), drawn.get(CUT, {}).get(p)
         row = provenance(episode, None)
         # `judge_s` too, so that identical runs have identical records.
         for key in ("sample_id", "group_id", "advantage", "judge_s"):
@@ -492,7 +491,7 @@ def _write_records(
             "reference": sample.reference,
             "shown": contents_of(sample),
             "bare_reward": None if bare is None else bare.reward,
-            "stock_reward": untrained_P[p].get(STOCK),
+            "stock_reward": untrained.get(STOCK),
             "image_file": add("image", episode.image),
             "bare_file": add("bare", None if bare is None else bare.image),
             **source_files([add(label, picture) for label, picture in named_sources(sample)]),
@@ -528,7 +527,7 @@ def _write_rows(
 ) -> list[Mapping[str, Any]]:
     """Write this rank's pictures, and the rows of all ranks, which it returns, to one file. In the
     background. Collective."""
-    gathered = [row for rank in dist.gather(rows) for row in rank]
+    gathered = list(chain.from_iterable(dist.gather(rows)))
 
     def write() -> None:
         for file, picture in pictures.items():

@@ -161,8 +161,7 @@ class Run:
             )
         self.last_sync = report
         metrics = Metrics()
-        if report.mean_dlogp_nats is not None:
-            metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
+        metrics.add("sync/mean_abs_dlogp", report.mean_dlogp_nats)
         return metrics
 
     def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
@@ -272,8 +271,7 @@ class Run:
             is_of_one = max(stats.of_ten, default=2) <= 1 and any(0 < s < 1 for s in stats.of_ten)
             if is_of_one and done == self.start + 1 and self.dist.is_main:
                 warn(f"{key}: {OF_ONE}")
-        if self.judge_passed is not None:
-            metrics.maximum("judge/audit_passed", float(self.judge_passed))
+        metrics.maximum("judge/audit_passed", self.judge_passed)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))

@@ -30,7 +30,7 @@ from rl.ranks.dist import Dist
 from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
 from rl.run.checks import BARE, POLICY
-from rl.run.evaluation import STOCK, Rows, SetWeights, own_words, score, write
+from rl.run.evaluation import STOCK, Drawn, SetWeights, Variants, own_words, score, write
 from rl.tools.trained import Trained, config_for_use, load_trained, pick_device
 
 if TYPE_CHECKING:
@@ -268,11 +268,11 @@ class Editor(AbstractContextManager["Editor"]):
                 prompts[b] = self.policy.build_prompt(sample)
             except ValueError as error:  # only this request fails
                 results[b] = EditResult("", None, str(error), request=request, seed=seed)
-        drawn = self._draw(prompts, seed, variants) if prompts else {}
+        drawn_B = self._draw(list(prompts.values()), seed, variants) if prompts else []
         seconds = (time.monotonic() - began) / max(1, len(prompts))
-        for b, prompt in prompts.items():
-            shown = {name: self._variant(of_b[b]) for name, of_b in drawn.items() if b in of_b}
-            edit, episode = shown.pop(POLICY), drawn[POLICY][b]
+        for (b, prompt), drawn in zip(prompts.items(), drawn_B, strict=True):
+            shown = {name: self._variant(episode) for name, episode in drawn.items()}
+            edit, episode = shown.pop(POLICY), drawn[POLICY]
             results[b] = EditResult(
                 **vars(edit),
                 request=requests_B[b],
@@ -297,26 +297,28 @@ class Editor(AbstractContextManager["Editor"]):
             return self._size_px[0] * self._size_px[-1]
         return self.trained.source_area_px() if self.trained else 512 * 512
 
-    def _draw(
-        self, prompts: Mapping[int, Prompt], seed: int, variants: bool
-    ) -> dict[str, dict[int, Episode]]:
-        """For each request the episodes, not graded, of `POLICY`, the edit, and of the others."""
+    def _draw(self, prompts_B: Sequence[Prompt], seed: int, variants: bool) -> list[Drawn]:
+        """_B, the episodes, not graded, of `POLICY`, the edit, and of the others."""
         context = replace(self._context, config=self.config.model_copy(update={"seed": seed}))
-        trained = {POLICY: write(context, self._engine, prompts)}
+        rows_B: list[Variants] = [{POLICY: row} for row in write(context, self._engine, prompts_B)]
         if not variants:
-            return score(context, trained, self._dist)
-        trained[OWN_WORDS] = own_words(context, prompts)
-        drawn = score(context, trained, self._dist)
+            return score(context, rows_B, self._dist)
+        for rows, prompt in zip(rows_B, prompts_B, strict=True):
+            rows |= own_words(self.policy, prompt)
+        drawn_B = score(context, rows_B, self._dist)
         policy, engine, weights = self._untrained
         context = replace(context, policy=policy)
-        beside: dict[str, Rows] = {}
+        beside_B: list[Variants] = [{} for _ in prompts_B]
         if not (self.trained and self.trained.untrained):  # else it would be the edit
             with weights():
-                beside[UNTRAINED] = write(context, engine, prompts)
+                written_B = write(context, engine, prompts_B)
+            beside_B = [{UNTRAINED: row} for row in written_B]
         if policy.reads_states:  # else it would be the picture of the user's own words
-            stock = {b: policy.stock_arms(prompt) for b, prompt in prompts.items()}
-            beside[STOCK] = {b: rows[STOCK] for b, rows in stock.items() if STOCK in rows}
-        return drawn | score(context, beside, self._dist, weights)
+            for beside, prompt in zip(beside_B, prompts_B, strict=True):
+                stock = policy.stock_arms(prompt)
+                beside |= {STOCK: stock[STOCK]} if STOCK in stock else {}
+        others_B = score(context, beside_B, self._dist, weights)
+        return [drawn | others for drawn, others in zip(drawn_B, others_B, strict=True)]
 
     @cached_property
     def _untrained(self) -> tuple[Policy[Any], Engine[Any], SetWeights]:

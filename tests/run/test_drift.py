@@ -25,8 +25,9 @@ def test_a_fall_warns_and_a_healthy_run_does_not() -> None:
     def falls_of(*trained: float | None) -> tuple[dict[str, float], list[str]]:
         metrics = Metrics()
         pictures_P = [[str(i)] for i in range(12)]
-        rewards = {"untrained bare": untrained * 3, "bare": trained * 3}
-        add_differences(metrics, rewards, pictures_P, Dist())
+        pairs = zip(untrained * 3, trained * 3, strict=True)
+        rewards_P = [{"untrained bare": before, "bare": now} for before, now in pairs]
+        add_differences(metrics, rewards_P, pictures_P, Dist())
         line = Dist().reduce(metrics)
         return line, Watch(HELD_OUT).sentences(line | {"optimizer/steps": 1.0})
 
@@ -56,7 +57,8 @@ def test_references_that_earn_nothing_name_a_broken_link(
     parts: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rewards = {"reference": references * 4, "policy": policy * 4, "bare": [None] * 16}
-    check_start(rewards, [[str(i)] for i in range(16)], Dist())
+    pairs = zip(references * 4, policy * 4, strict=True)
+    rewards_P = [{"reference": right, "policy": words} for right, words in pairs]
+    check_start(rewards_P, [[str(i)] for i in range(16)], Dist())
     stderr = capsys.readouterr().err
     assert holds(stderr, parts) if parts else not stderr

@@ -249,9 +249,9 @@ def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_p
         episode(prompt=prompt, reward=reward)
         for prompt, reward in zip(prompts_P, (0.25, None, 0.5), strict=True)
     ]
-    drawn = {"policy": dict(enumerate(written)), "bare": {}}
-    untrained = draw_untrained(context, prompts_P, drawn, Dist())
+    drawn_P = [{"policy": each} for each in written]
+    untrained_P = draw_untrained(context, prompts_P, drawn_P, Dist())
     with BackgroundWriter(tmp_path) as writer:
-        write_untrained(tmp_path, untrained, Dist(), writer)
+        write_untrained(tmp_path, samples_P, untrained_P, Dist(), writer)
     found = untrained_rewards(tmp_path, [*samples_P[1:], Sample("d", "do")], Dist())
     assert found == [{"stock": None}, {"stock": 0.5}, {}]
