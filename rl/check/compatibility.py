@@ -481,21 +481,21 @@ def effect(key: str, config: Mapping[str, Any]) -> Effect:
     return "breaks"
 
 
-def leaves(value: Any, at: str = "", of_lists: bool = False) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no section, nor a list if `of_lists`: the items of lists
-    then have keys, so that a changed item is one line."""
-    is_list = of_lists and isinstance(value, list | tuple)
-    if value and (is_list or isinstance(value, Mapping)):
-        for key, item in enumerate(value) if is_list else value.items():
-            yield from leaves(item, f"{at}.{key}" if at else str(key), of_lists)
+def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section; sections in a list are numbered."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if value and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{at}.{key}" if at else str(key))
     else:
-        yield at, list(value) if isinstance(value, tuple) else value
+        yield at, value
 
 
 def _flat(config: Mapping[str, Any], left_out: Set[str]) -> dict[str, Any]:
     """Dotted key -> value, without the rewards `left_out`."""
     rewards = {name: r for name, r in config.get("rewards", {}).items() if name not in left_out}
-    return dict(leaves({**config, "rewards": rewards}, of_lists=True))
+    return dict(leaves({**config, "rewards": rewards}))
 
 
 # ---- memory remedies -----------------------------------------------------------------------------

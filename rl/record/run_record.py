@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
-from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -54,12 +53,12 @@ if TYPE_CHECKING:
 SET_ASIDE = "set_aside"
 MAX_SHOWN = 60
 ENTRY_NAMES = {
-    "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
+    "episodes": re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
     "thumbnails": re.compile(r"it_(\d{6,})"),
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
-"""Folder of the run -> pattern of the names of its entries, one or more per iteration."""
+"""Folder of the run -> pattern of the names of its entries: iteration, rank."""
 PICTURE_NAME = re.compile(r"rank\d+_g\d{2,}(?:_(?:source\d*|target|bare|m\d+)\.png|\.webp)")
 """Name of a picture in a folder of `images`, or of a sheet in one of `thumbnails`."""
 
@@ -68,27 +67,24 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     """Move all records after `iteration` (-1: all records), and unreadable lines of
     metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
-    numbered = {n: line for n, line in enumerate(lines_of(metrics), 1) if line.strip()}
-    lines = list(numbered.values())
-    of_line = [iteration_in(line) for line in lines]
-    is_kept = [it is not None and it <= iteration for it in of_line]
-    damaged = [number for number, it in zip(numbered, of_line, strict=True) if it is None]
-    entries = [entry for name in ENTRY_NAMES for entry in _entries(run_dir / name).items()]
-    repeated = [entry for entry, it in entries if it > iteration]
+    numbered = enumerate(lines_of(metrics), 1)
+    rows = [(number, line, iteration_in(line)) for number, line in numbered if line.strip()]
+    kept = [line for _, line, it in rows if it is not None and it <= iteration]
+    aside = [line for _, line, it in rows if it is None or it > iteration]
+    recorded = [entry for name in ENTRY_NAMES for entry in entries(run_dir / name).items()]
+    repeated = [entry for entry, it in recorded if it > iteration]
     messages: list[str] = []
     # A missing line of `iteration` itself is not reported, because it is written again.
-    if lost := sorted(set(range(iteration)).difference(of_line)):
+    if lost := sorted(set(range(iteration)).difference(it for *_, it in rows)):
         messages.append(f"{metrics} has no line of iterations {excerpt(str(lost), MAX_SHOWN)}")
-    if all(is_kept) and not repeated:
+    if not (aside or repeated):
         return messages
     (run_dir / SET_ASIDE).mkdir(exist_ok=True)
     began = time.strftime("%Y%m%d-%H%M%S-")
     folder = Path(tempfile.mkdtemp(prefix=began, dir=run_dir / SET_ASIDE))
-    kept = b"".join(line.rstrip(b"\n") + b"\n" for line in compress(lines, is_kept))
-    aside = b"".join(line for line, stays in zip(lines, is_kept, strict=True) if not stays)
     if aside:
-        write_atomically(folder / "metrics.jsonl", aside)
-        write_atomically(metrics, kept)
+        write_atomically(folder / "metrics.jsonl", b"".join(aside))
+        write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     for entry in repeated:
         (folder / entry.parent.name).mkdir(exist_ok=True)
         shutil.move(entry, folder / entry.parent.name)  # `move`: it may be on another disk
@@ -97,7 +93,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     what = f"records after iteration {iteration} are made again"
     if iteration < 0:
         what = "no iteration is in a checkpoint: the run begins again from the base weights"
-    if damaged:
+    if damaged := [number for number, _, it in rows if it is None]:
         what += f", lines {damaged} of metrics.jsonl are damaged"
     return [f"{what}; what was recorded is set aside in {folder}", *messages]
 
@@ -107,11 +103,12 @@ def iteration_in(line: bytes) -> int | None:
     return iteration if type(iteration) is int else None
 
 
-def _entries(folder: Path) -> dict[Path, int]:
-    if not folder.is_dir():
-        return {}
-    matches = {entry: ENTRY_NAMES[folder.name].fullmatch(entry.name) for entry in folder.iterdir()}
-    return {entry: int(match[1]) for entry, match in matches.items() if match}
+def entries(folder: Path) -> dict[Path, int]:
+    """The entries of one of the folders in `ENTRY_NAMES` -> their iterations, in order."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = {path: ENTRY_NAMES[folder.name].fullmatch(path.name) for path in paths}
+    numbers = {path: [*map(int, match.groups())] for path, match in matches.items() if match}
+    return {path: numbers[path][0] for path in sorted(numbers, key=lambda path: numbers[path])}
 
 
 # ---- writer --------------------------------------------------------------------------------------
@@ -292,7 +289,7 @@ class RunRecord:
             return []
         messages = rewind(self.run_dir, iteration)
         episodes = self.run_dir / "episodes"
-        is_recorded = iteration <= 0 or iteration in _entries(episodes).values()
+        is_recorded = iteration <= 0 or iteration in entries(episodes).values()
         if self._records_episodes(iteration) and not is_recorded:
             messages.append(f"{episodes} has none of iteration {iteration}")
         return messages
@@ -308,8 +305,7 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        line = json_line({"iteration": iteration, **metrics})
-        append_line(self.run_dir / "metrics.jsonl", line)
+        append_line(self.run_dir / "metrics.jsonl", json_line({"iteration": iteration, **metrics}))
 
     def write_episodes(
         self,
@@ -349,8 +345,7 @@ class RunRecord:
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
             name = f"it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
             stem = f"images/{name}"
-            small = _distinct_pictures(episodes_G, bare)
-            places = write_thumbnails(self.run_dir, name, small)
+            places = write_thumbnails(self.run_dir, name, _distinct_pictures(episodes_G, bare))
             with_pictures = images_left > 0
             shared: dict[str, Any] = {"source_file": None, "target_file": None}
             if episodes_G:
@@ -392,7 +387,7 @@ class RunRecord:
     def _delete_images(self, last: int) -> None:
         """Delete all ranks' pictures and thumbnails up to iteration `last`, and folders that no
         rank writes to any more. Other files in these folders stay."""
-        folders = _entries(self.run_dir / "images") | _entries(self.run_dir / "thumbnails")
+        folders = entries(self.run_dir / "images") | entries(self.run_dir / "thumbnails")
         for folder, iteration in folders.items():
             if iteration <= last:
                 with suppress(OSError):  # leave what cannot be deleted

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Template
 from markupsafe import Markup
 
+from rl.check.compatibility import leaves
 from rl.config.loading import printable
 from rl.files import read_rows, write_atomically
 from rl.printing import load_template, without_lone_surrogates
@@ -503,15 +504,10 @@ def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
     return [(name, seconds, seconds / total) for name, seconds in longest if seconds > 0]
 
 
-def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        children: Any = item
-        if isinstance(item, list) and any(isinstance(entry, Mapping) for entry in item):
-            children = {str(position): entry for position, entry in enumerate(item)}
-        if isinstance(children, Mapping) and children:
-            found |= flat(children, f"{name}.")
-        else:
-            found[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
-    return found
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value, a string or JSON."""
+    return {
+        key: item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+        for key, item in leaves(config)
+        if key
+    }

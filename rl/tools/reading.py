@@ -24,6 +24,7 @@ from rl.files import private_folder, read_object, read_rows
 from rl.printing import without_lone_surrogates
 from rl.record.checkpoint import format_problem
 from rl.record.publish import at
+from rl.record.run_record import entries
 from rl.record.run_summary import not_a_run
 from rl.run.metric_table import doc_of
 
@@ -34,8 +35,6 @@ Record = Mapping[str, Any]
 CONFIG_ENDINGS = (".jsonnet", ".libsonnet", ".json")
 _MAX_ITERATION = 10**9
 _MAX_NUMBER = 1e100
-_EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
-_EVALUATION = re.compile(r"it_(\d{6,})")
 MAX_SOURCES = 32
 """Maximum number of source pictures on the page per sample, besides the first; no policy reads that
 many."""
@@ -96,12 +95,8 @@ def read_named(path: Path, key: str) -> list[dict[str, Any]]:
 
 def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     """Number of iterations done -> folder, in order, for all evaluations that have records."""
-    folder_of = {
-        int(match[1]): folder
-        for folder in run_dir.glob("evaluation/it_*")
-        if (match := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").exists()
-    }
-    return dict(sorted(folder_of.items()))
+    folders = entries(run_dir / "evaluation").items()
+    return {it: folder for folder, it in folders if (folder / "records.jsonl").exists()}
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
@@ -121,11 +116,10 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 def episode_files(run_dir: Path) -> dict[int, list[Path]]:
     """Iteration -> its episode files, one per rank; iterations and ranks are in order."""
-    files_of: dict[int, list[tuple[int, Path]]] = {}
-    for path in run_dir.glob("episodes/it_*.jsonl"):
-        if match := _EPISODES.fullmatch(path.name):
-            files_of.setdefault(int(match[1]), []).append((int(match[2]), path))
-    return {it: [path for _, path in sorted(files)] for it, files in sorted(files_of.items())}
+    files_of: dict[int, list[Path]] = {}
+    for file, iteration in entries(run_dir / "episodes").items():
+        files_of.setdefault(iteration, []).append(file)
+    return files_of
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
