@@ -14,11 +14,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rl.api.types import Sample
+from rl.api.types import RewardOutput, Sample
 from rl.check.trials import RewardAudit
 from rl.config.schema import JudgeConfig
 from rl.tools.audit_cases import CORRECT, KINDS, Case
-from rl.tools.commands.audit_judge import Asked, measured
+from rl.tools.commands.audit_judge import measured
 
 SCALES = {
     "continuous": np.linspace(-8, 8, 401),
@@ -54,13 +54,13 @@ def audit(
 ) -> RewardAudit:
     """One audit by the default limits of independent scores on a scale. `distances`: of each kind
     of wrong results from the right ones."""
-    values = {}
+    readings = {}
     for kind, apart in {CORRECT: 0.0, **distances}.items():
         scores = rng.normal(max(distances.values()) / 2 - apart, size=num_cases)
         for case, value in enumerate(np.searchsorted(steps, scores) / len(steps)):
-            values[case, kind] = (float(value),)
+            readings[case, kind] = [RewardOutput(float(value))]
     cases = [Case(Sample(str(number), ""), {}) for number in range(num_cases)]
-    return measured("simulated", cases, Asked(values, dict.fromkeys(values, ())), JudgeConfig())
+    return measured("simulated", cases, readings, JudgeConfig())
 
 
 def rates(

@@ -217,33 +217,40 @@ def _edit(
     [place] = PLACES.keys() - {each.place for each in scene.things}
     new = Thing(form, colour, place)
     recoloured = scene.with_thing(thing, thing._replace(colour=colour))
-    match category:
-        case "colour":
-            instruction = f"Change the colour of the {thing.name} to {colour}."
-            right = recoloured
-            wrong_object = scene.with_thing(other, other._replace(colour=colour))
-            wrong_colour = scene.with_thing(thing, thing._replace(colour=another))
-        case "remove":
-            instruction = f"Remove the {thing.name}."
-            right, wrong_object, wrong_colour = (
-                scene.with_thing(thing),
-                scene.with_thing(other),
-                recoloured,
-            )
-        case "add":
-            instruction = f"Add a {new.name} in the empty {place} corner."
-            right = scene.with_thing(None, new)
-            wrong_object = scene.with_thing(None, new._replace(form=other.form))
-            wrong_colour = scene.with_thing(None, new._replace(colour=another))
-        case "background":
-            instruction = f"Make the background {background}."
-            right, wrong_object = replace(scene, background=background), recoloured
-            wrong_colour = replace(scene, background=other_background)
-        case _:
-            listed = ", ".join(f"a {each.name} at the {each.place}" for each in scene.things)
-            instruction = f"On a {scene.background} background: {listed}, and nothing else."
-            right, wrong_colour = scene, recoloured
-            wrong_object = scene.with_thing(thing, thing._replace(form=form))
+    listed = ", ".join(f"a {each.name} at the {each.place}" for each in scene.things)
+    edits = {
+        "colour": (
+            f"Change the colour of the {thing.name} to {colour}.",
+            recoloured,
+            scene.with_thing(other, other._replace(colour=colour)),
+            scene.with_thing(thing, thing._replace(colour=another)),
+        ),
+        "remove": (
+            f"Remove the {thing.name}.",
+            scene.with_thing(thing),
+            scene.with_thing(other),
+            recoloured,
+        ),
+        "add": (
+            f"Add a {new.name} in the empty {place} corner.",
+            scene.with_thing(None, new),
+            scene.with_thing(None, new._replace(form=other.form)),
+            scene.with_thing(None, new._replace(colour=another)),
+        ),
+        "background": (
+            f"Make the background {background}.",
+            replace(scene, background=background),
+            recoloured,
+            replace(scene, background=other_background),
+        ),
+        "caption": (
+            f"On a {scene.background} background: {listed}, and nothing else.",
+            scene,
+            scene.with_thing(thing, thing._replace(form=form)),
+            recoloured,
+        ),
+    }
+    instruction, right, wrong_object, wrong_colour = edits[category]
     third_kind = "partial" if category == "caption" else "over_edit"
     wrong = {"wrong_object": wrong_object, "wrong_colour": wrong_colour}
     return instruction, right, {**wrong, third_kind: right.with_thing(third)}

@@ -14,13 +14,13 @@ from tiny_messages import code_of
 
 from benchmarks.judge_defects import DEFECTS, DefectiveJudge, examine
 from rl import build
-from rl.api.types import Sample
+from rl.api.types import RewardOutput, Sample
 from rl.check.trials import verdict
 from rl.config.schema import JudgeConfig, load_config
 from rl.judge.client import JudgeError
 from rl.tools.audit_cases import CORRECT, Case
 from rl.tools.commands import audit_judge
-from rl.tools.commands.audit_judge import Asked, audit_lines
+from rl.tools.commands.audit_judge import Readings, audit_lines
 from tiny_world.data.shapes import Shapes
 from tiny_world.data.synthetic import SyntheticConfig
 
@@ -80,14 +80,15 @@ def test_attacks_find_a_judge_that_believes_writing() -> None:
 CASES = [Case(Sample(str(number), ""), {}) for number in range(16)]
 
 
-def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
+def replies(lost: Mapping[str, Collection[int]], failure: str) -> Readings:
     """Readings of `CASES` by a perfect judge that does not grade the cases `lost` of some kinds."""
-    asked = Asked({}, {})
-    for key in product(range(16), (CORRECT, "no_edit", "partial")):
-        is_lost = key[0] in lost.get(key[1], ())
-        asked.values[key] = () if is_lost else (float(key[1] == CORRECT),)
-        asked.failures[key] = [failure] if is_lost else []
-    return asked
+    silence = RewardOutput(None, failure=failure)
+    return {
+        (case, kind): [
+            silence if case in lost.get(kind, ()) else RewardOutput(float(kind == CORRECT))
+        ]
+        for case, kind in product(range(16), (CORRECT, "no_edit", "partial"))
+    }
 
 
 @pytest.mark.parametrize("num_lost", [1, 6, 16])
@@ -106,9 +107,8 @@ def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
 
 def test_a_kind_to_which_the_judge_may_be_blind_is_undecided() -> None:
     """6 ties of 16 are an AUROC of 0.81, whose interval holds 0.7 and 0.85."""
-    asked = replies({}, "")
-    values = {**asked.values, **{(case, "partial"): (1.0,) for case in range(6)}}
-    audit = audit_judge.measured("r", CASES, Asked(values, asked.failures), JudgeConfig())
+    blind = {(case, "partial"): [RewardOutput(1.0)] for case in range(6)}
+    audit = audit_judge.measured("r", CASES, {**replies({}, ""), **blind}, JudgeConfig())
     assert audit.failures == [] and "partial: AUROC 0.81 (0.6" in audit.doubts[-1]
 
 

@@ -157,14 +157,10 @@ class AttackResult:
     passed: bool
 
 
-@dataclass(frozen=True)
-class Asked:
-    """All readings of some results by one reward."""
-
-    values: Mapping[tuple[int, str], tuple[float, ...]]
-    """(case, kind) -> the graded readings, 0 to 1."""
-    failures: Mapping[tuple[int, str], Sequence[str]]
-    """(case, kind) -> why its other readings were not graded, [] if they all were."""
+Key = tuple[int, str]
+"""Number of a case, and the kind of its result."""
+Readings = Mapping[Key, Sequence[RewardOutput]]
+"""All readings of some results by one reward."""
 
 
 class _LaterReading:
@@ -184,11 +180,11 @@ async def ask(
     plugin: Plugin[Reward],
     judge: Judge | None,
     device: str,
-    results: Mapping[tuple[int, str], tuple[Sample, Image]],
+    results: Mapping[Key, tuple[Sample, Image]],
     repeated: frozenset[int] = frozenset(),
-) -> Asked:
+) -> Readings:
     """Grade results by one reward; those of the cases in `repeated` three times."""
-    readings: dict[tuple[int, str], list[RewardOutput]] = {key: [] for key in results}
+    readings: dict[Key, list[RewardOutput]] = {key: [] for key in results}
     for reading in range(NUM_READINGS if repeated else 1):
         # A reading takes n_evals repeats; the next one begins after them.
         first_repeat = reading * int(getattr(plugin.config, "n_evals", 1))
@@ -206,15 +202,7 @@ async def ask(
             await asyncio.to_thread(reward.close)
         for key, [output] in zip(keys, outputs, strict=True):
             readings[key].append(output)
-    values = {
-        key: tuple(output.value for output in outputs if output.value is not None)
-        for key, outputs in readings.items()
-    }
-    failures = {
-        key: [str(output.failure) for output in outputs if output.value is None]
-        for key, outputs in readings.items()
-    }
-    return Asked(values, failures)
+    return readings
 
 
 async def audit(
@@ -241,10 +229,22 @@ async def audit(
     return measured(plugin.key, cases, asked, limits)
 
 
-def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConfig) -> RewardAudit:
+def measured(
+    reward: str, cases: Sequence[Case], readings: Readings, limits: JudgeConfig
+) -> RewardAudit:
     """The statistics of an audit, and its verdict."""
-    first = {key: values[0] for key, values in asked.values.items() if values}
-    kinds = list(dict.fromkeys(kind for _, kind in asked.values if kind != CORRECT))
+    graded = {
+        key: [output.value for output in outputs if output.value is not None]
+        for key, outputs in readings.items()
+    }
+    failures = [
+        str(output.failure)
+        for outputs in readings.values()
+        for output in outputs
+        if output.value is None
+    ]
+    first = {key: values[0] for key, values in graded.items() if values}
+    kinds = list(dict.fromkeys(kind for _, kind in readings if kind != CORRECT))
     pairs = [
         Pair(case, kind, first[case, CORRECT], value)
         for (case, kind), value in first.items()
@@ -255,19 +255,17 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         if pair.kind in CLEARLY_WRONG and (category := cases[pair.case].sample.category):
             by_category.setdefault(category, []).append(pair)
     ungraded_shares = {
-        key: len(texts) / (len(texts) + len(asked.values[key]))
-        for key, texts in asked.failures.items()
+        key: 1 - len(graded[key]) / len(outputs) for key, outputs in readings.items()
     }
-    reasons = [reason for each in asked.failures.values() for reason in each]
     right = [value for (_, kind), value in first.items() if kind == CORRECT]
-    repeated = [each for each in asked.values.values() if len(each) == NUM_READINGS]
+    repeated = [each for each in graded.values() if len(each) == NUM_READINGS]
     values = list(first.values())
     result = RewardAudit(
         reward,
-        num_graded=sum(map(len, asked.values.values())),
-        num_ungraded=len(reasons),
-        num_unreadable=sum(reason.startswith("unreadable") for reason in reasons),
-        first_failure=next(iter(reasons), ""),
+        num_graded=sum(map(len, graded.values())),
+        num_ungraded=len(failures),
+        num_unreadable=sum(failure.startswith("unreadable") for failure in failures),
+        first_failure=next(iter(failures), ""),
         silent={
             kind: _mean_share([share for key, share in ungraded_shares.items() if key[1] == kind])
             for kind in (CORRECT, *kinds)
