@@ -10,9 +10,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from jinja2 import Template
 
 from rl import printing
 from rl.check import check_report
@@ -102,19 +104,41 @@ def _data_path(text: str) -> str:
 
 
 TEXT = """\
-// {title}.
+// {{ system.title }}.
 //
-//   rl check {file}            what it would do, and its mistakes
-//   rl train --smoke {file}    a trial of two iterations
-//   rl train {file}            the same command resumes the run
+//   rl check {{ file }}            what it would do, and its mistakes
+//   rl train --smoke {{ file }}    a trial of two iterations
+//   rl train {{ file }}            the same command resumes the run
 //
-// What is not set here comes from the shipped configs/{base}.jsonnet. Every key, with its meaning
-// and default, is in configs/base.libsonnet. `key+: {{ ... }}` changes a part of a section,
-// `key: {{ ... }}` replaces all of it.
-(import '{base}.jsonnet') + {{
-  run_name: {name},
+// What is not set here comes from the shipped configs/{{base}}.jsonnet. Every key, with its meaning
+// and default, is in configs/base.libsonnet. `key+: { ... }` changes a part of a section,
+// `key: { ... }` replaces all of it.
+(import '{{ base }}.jsonnet') + {
+  run_name: {{ quoted(name) }},
   base_exp_dir: 'runs',  // the run is written to runs/<run_name>
-{keys}}}
+{% if system.data %}
+{% if system.on_large_gpus and base == system.config %}
+  {{ system.on_large_gpus }}
+{% endif %}
+  world_size: {{ gpus }},  // GPUs
+  gpu_gb: {{ gpu_gb }},  // memory of each, GB
+{% endif %}
+{% for key, source in sources %}
+{% if loop.first %}
+  data+: {  // docs/data.md; paths count from the folder in which `rl` is started
+{% endif %}
+    {{ key }}: [{ {{ source }} }],
+{% if loop.last %}
+  },
+{% endif %}
+{% endfor %}
+{% if system.has_judge %}
+  judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one
+    api_base: {{ quoted(judge) }},
+    model: {{ quoted(judge_model) }},
+  },
+{% endif %}
+}
 """
 
 
@@ -154,7 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def written(args: argparse.Namespace) -> tuple[Path, str]:
     """(the config's file, its text). Raises ValueError for an answer that cannot be used."""
     system = SYSTEMS[args.system]
-    base, keys = system.config, []
     without_effect = [] if system.data else ["data", "held_out", "gpus", "gpu_gb"]
     without_effect += [] if system.has_judge else ["judge", "judge_model"]
     for name in without_effect:
@@ -163,41 +186,40 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
             raise ValueError(
                 f"--{option} has no effect with --system {args.system}; see rl init --help"
             )
-    if system.data:
-        sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
-        num = (len(sizes) or system.gpus) if args.gpus is None else args.gpus
-        gb = args.gpu_gb or min(sizes, default=system.gpu_gb)
-        if system.one_gpu and (num == 1 or gb < 80):
-            base = system.one_gpu
-        elif system.on_large_gpus:
-            keys.append(system.on_large_gpus)
-        keys += [f"world_size: {num},  // GPUs", f"gpu_gb: {gb},  // memory of each, GB"]
-        keys += _data(args, system)
-    if system.has_judge:
-        keys.append("judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one")
-        keys += [
-            f"  api_base: {_quoted(args.judge or JUDGE_URL)},",
-            f"  model: {_quoted(args.judge_model or JUDGE_MODEL)},",
-            "},",
-        ]
+    sizes_gb = [int(gpu.total_gb) for gpu in gpus()[0]]
+    num = (len(sizes_gb) or system.gpus) if args.gpus is None else args.gpus
+    gpu_gb = args.gpu_gb or min(sizes_gb, default=system.gpu_gb)
+    base = system.config
+    if system.one_gpu and (num == 1 or gpu_gb < 80):
+        base = system.one_gpu
+    sources = list(_sources(args, system)) if system.data else []
     stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"
     name = args.name or (stem if re.fullmatch(NAME, stem) else "my-run")
     file = Path(args.file or f"{name}.jsonnet")
     if file.exists():
         raise ValueError(f"{file} exists; name another file: rl init FILE")
-    lines = "".join(f"  {key}\n" for key in keys)
-    return file, TEXT.format(
-        title=system.title, file=file, base=base, name=_quoted(name), keys=lines
+    template = Template(TEXT, trim_blocks=True, keep_trailing_newline=True)
+    return file, template.render(
+        system=system,
+        file=file,
+        base=base,
+        name=name,
+        gpus=num,
+        gpu_gb=gpu_gb,
+        sources=sources,
+        judge=args.judge or JUDGE_URL,
+        judge_model=args.judge_model or JUDGE_MODEL,
+        quoted=_quoted,
     )
 
 
-def _data(args: argparse.Namespace, system: System) -> list[str]:
-    """The lines of the section `data`; [] for the data of the shipped config."""
+def _sources(args: argparse.Namespace, system: System) -> Iterator[tuple[str, str]]:
+    """(key of the section `data`, fields of its source); none for the shipped config's data."""
     train, held_out = args.data, args.held_out
     if not train:
         if held_out or system.data == "emu3_tokens":
             raise ValueError(f"--data is missing: {DATA[system.data]}")
-        return []
+        return
     can_split = system.data == "hf_dataset"  # and its columns can be named
     if not held_out and not can_split:
         raise ValueError("--held-out is missing: this data cannot be split")
@@ -215,12 +237,9 @@ def _data(args: argparse.Namespace, system: System) -> list[str]:
         more = f", columns: {{ {mapping} }}"
     elif columns and not train.endswith(".txt"):
         more = f", prompt_key: {columns['instruction']}"
-    lines = ["data+: {  // docs/data.md; paths count from the folder in which `rl` is started"]
     parts = zip(("train", "validation"), (train, held_out or train), splits, strict=True)
     for key, path, split in parts:
-        source = f"type: '{system.data}', path: {_quoted(path)}{split}{more}"
-        lines.append(f"  {key}: [{{ {source} }}],")
-    return [*lines, "},"]
+        yield key, f"type: '{system.data}', path: {_quoted(path)}{split}{more}"
 
 
 def _column(need: str, path: str, rows: Sequence[Mapping[str, object]]) -> str:
