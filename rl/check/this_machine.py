@@ -201,7 +201,7 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
         return ["the run uses no GPU"]
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
     if not resolved.engine.cls.samples_with_trainer:
-        needs += ",\n    a C compiler and Python's headers (apt: build-essential python3-dev)"
+        needs += ",\n    a C compiler and Python headers (apt install build-essential python3-dev)"
     found, _ = gpus()
     if not found:
         problems = _device_problems(resolved, "cuda", math.inf)
