@@ -9,7 +9,8 @@
 local complexity = 8;  // 1 (one atomic edit) to 8 (eight of them at once)
 
 // Complex-Edit (CC-BY-NC-4.0) is a benchmark without a train split: 531 real pictures, each with one
-// instruction per complexity. Its last 32 are held out here. Do not report scores on Complex-Edit for a model that was trained on it.
+// instruction per complexity. Its last 32 are held out here. Do not report scores on Complex-Edit for a
+// model that was trained on it.
 local complex_edit(rows) = {
   type: 'hf_dataset',
   path: 'UCSC-VLAA/Complex-Edit',
