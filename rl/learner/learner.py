@@ -42,8 +42,8 @@ from rl.ranks.dist import Dist, is_sharded
 # Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 
 NUM_MEASURED = 3
-"""The first so many iterations measure whether their first step raises the log-probs of completions
-whose reward is above their group's mean."""
+"""Number of iterations at the start of a run that measure whether their first step raises the
+log-probs of completions whose reward is above their group's mean."""
 
 
 class Learner:
