@@ -2,7 +2,7 @@
 // and no licence to accept on the hub. docs/gpu.md has the download and how to estimate the hours.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
-//   python -m rl.simple_launch configs/one_gpu_24gb.jsonnet [seed=1 ...]
+//   rl train configs/one_gpu_24gb.jsonnet [seed=1 ...]
 (import 'vlm_reasoning.jsonnet') + {
   world_size: 1,
   gpu_gb: 24,

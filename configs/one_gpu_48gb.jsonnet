@@ -4,7 +4,7 @@
 // the hours.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run HF_TOKEN=...
-//   python -m rl.simple_launch configs/one_gpu_48gb.jsonnet [seed=1 ...]
+//   rl train configs/one_gpu_48gb.jsonnet [seed=1 ...]
 (import 'prompt_enhancement.jsonnet') + {
   one_gpu:: true,
   gpu_gb: 48,

@@ -4,7 +4,7 @@
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   export APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch configs/one_gpu_80gb.jsonnet [model_path=... seed=1 ...]
+//   rl train configs/one_gpu_80gb.jsonnet [model_path=... seed=1 ...]
 (import 'qwen_image_21_fewstep.jsonnet') + {
   world_size: 1,
   prompts_per_iteration: 16,

@@ -5,7 +5,7 @@
 //
 //   export APP__DATA_DIR=RL_DATASETS/data APP__BASE_EXP_DIR=RL_EXPERIMENTS
 //   export APP__RUN_NAME=sft_s__rl_sc APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch --nproc 4 configs/sft_s__rl_sc.jsonnet
+//   rl train --nproc 4 configs/sft_s__rl_sc.jsonnet
 (import '../base.libsonnet') + {
   run_name: std.extVar('APP__RUN_NAME'),
   base_exp_dir: std.extVar('APP__BASE_EXP_DIR'),
