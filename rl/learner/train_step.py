@@ -171,7 +171,7 @@ class Forwards(Protocol):
         ...
 
 
-class Inference:
+class NoGradForwards:
     """Runs forwards without a graph, with the module in evaluation mode."""
 
     def __init__(
