@@ -9,7 +9,7 @@
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   export APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch configs/one_card_edit.jsonnet [gpu_gb=48 seed=1 ...]
+//   rl train configs/one_card_edit.jsonnet [gpu_gb=48 seed=1 ...]
 (import 'qwen_image_edit.jsonnet') + {
   world_size: 1,
   gpu_gb: 24,

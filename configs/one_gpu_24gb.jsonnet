@@ -1,8 +1,8 @@
 // A first real run on one GPU of 24 GB: vlm_reasoning.jsonnet with Qwen3-VL-2B. No judge, no renderer,
-// and no licence to accept on the hub. docs/gpu.md has the download and the hours to expect.
+// and no licence to accept on the hub. docs/gpu.md has the download and how to estimate the hours.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
-//   python -m rl.simple_launch configs/one_gpu_24gb.jsonnet [seed=1 ...]
+//   rl train configs/one_gpu_24gb.jsonnet [seed=1 ...]
 (import 'vlm_reasoning.jsonnet') + {
   world_size: 1,
   gpu_gb: 24,

@@ -3,7 +3,7 @@
 // hard (unusual colours, impossible objects, abstract concepts, ...).
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run HF_TOKEN=...   (the SD3 weights are gated)
-//   python -m rl.simple_launch configs/prompt_enhancement.jsonnet [seed=1 ...]
+//   rl train configs/prompt_enhancement.jsonnet [seed=1 ...]
 //
 // One process on three GPUs: the policy on the first, SD3 on the second and CLIP on the third; SD3 and
 // CLIP may use 85 % of their GPU. `one_gpu=true` puts all three on one GPU of 80 GB; `one_gpu=true

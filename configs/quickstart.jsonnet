@@ -1,7 +1,7 @@
 // The whole loop on a laptop: real classes at tiny size, coloured shapes, a judge that compares pixels.
 // A few minutes on two CPU cores; no GPU, no network.
 //
-//   python -m rl.simple_launch configs/quickstart.jsonnet
+//   rl train configs/quickstart.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'quickstart',
   num_iterations: 40,

@@ -8,7 +8,7 @@
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   export APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch configs/qwen_image_21.jsonnet [seed=1 ...]
+//   rl train configs/qwen_image_21.jsonnet [seed=1 ...]
 (import 'qwen_image_edit.jsonnet') + {
   gpu_gb: 80,
   policy+: {

@@ -5,11 +5,12 @@
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   export APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch configs/qwen_image_edit.jsonnet [seed=1 ...]
+//   rl train configs/qwen_image_edit.jsonnet [seed=1 ...]
 local complexity = 8;  // 1 (one atomic edit) to 8 (eight of them at once)
 
 // Complex-Edit (CC-BY-NC-4.0) is a benchmark without a train split: 531 real pictures, each with one
-// instruction per complexity. Its last 32 are held out here. Do not report scores on Complex-Edit for a model that was trained on it.
+// instruction per complexity. Its last 32 are held out here. Do not report scores on Complex-Edit for a
+// model that was trained on it.
 local complex_edit(rows) = {
   type: 'hf_dataset',
   path: 'UCSC-VLAA/Complex-Edit',

@@ -1,7 +1,7 @@
 // EARL on a laptop: a tiny Emu3 writes edited pictures as codes, a tiny VQ decoder draws them, a judge
 // compares pixels. Real classes, a few minutes on two CPU cores; no GPU, no network.
 //
-//   python -m rl.simple_launch configs/tiny_earl.jsonnet
+//   rl train configs/tiny_earl.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_earl',
   num_iterations: 50,

@@ -1,7 +1,7 @@
 // tiny_stock_editor with its editor behind HTTP, in a server that has OpenAI's images API. Start the server first:
 //
 //   python -m tiny_world.images_server 8901 tiny-editor &
-//   python -m rl.simple_launch configs/tiny_images_api.jsonnet
+//   rl train configs/tiny_images_api.jsonnet
 (import 'tiny_stock_editor.jsonnet') + {
   run_name: 'tiny_images_api',
   renderer: {

@@ -3,7 +3,7 @@
 // write that. The reward is a tiny CLIP's similarity of the picture and the user's own words. A run takes
 // minutes on two CPU cores.
 //
-//   python -m rl.simple_launch configs/tiny_prompts.jsonnet
+//   rl train configs/tiny_prompts.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_prompts',
   num_iterations: 60,

@@ -1,7 +1,7 @@
 // Qwen3-VL writes for Qwen-Image-2.1 by hidden states, with one source picture and with two ("give the
 // square the color of the circle in picture 2"). Real classes at tiny size, minutes on two CPU cores.
 //
-//   python -m rl.simple_launch configs/tiny_qwen_image_21.jsonnet
+//   rl train configs/tiny_qwen_image_21.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_qwen_image_21',
   num_iterations: 30,

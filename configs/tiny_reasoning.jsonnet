@@ -1,7 +1,7 @@
 // Reasoning at tiny size: a tiny Qwen2.5-VL answers questions about small pictures (how many, what
 // colour, what sum); right answers in the required form are rewarded. Minutes on two CPU cores.
 //
-//   python -m rl.simple_launch configs/tiny_reasoning.jsonnet
+//   rl train configs/tiny_reasoning.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_reasoning',
   num_iterations: 100,

@@ -2,7 +2,7 @@
 // understands only instructions like "turn the red square green.". Users write "paint the square the color of
 // grass". A tiny Qwen2.5-VL, which sees the picture, learns to rewrite that. A run takes minutes on two CPU cores.
 //
-//   python -m rl.simple_launch configs/tiny_stock_editor.jsonnet
+//   rl train configs/tiny_stock_editor.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_stock_editor',
   num_iterations: 30,

@@ -4,7 +4,7 @@
 // enough for one look-up, learns to write down both look-ups and then the caption. tiny_thinking_twin
 // is the same run without a thought. Minutes on two CPU cores.
 //
-//   python -m rl.simple_launch configs/tiny_thinking.jsonnet
+//   rl train configs/tiny_thinking.jsonnet
 (import 'tiny.libsonnet') + {
   run_name: 'tiny_thinking',
   num_iterations: 40,

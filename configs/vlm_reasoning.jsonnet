@@ -2,7 +2,7 @@
 // required form are rewarded. No renderer and no judge. Meant for 2 GPUs of 80 GB.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
-//   python -m rl.simple_launch configs/vlm_reasoning.jsonnet [seed=1 ...]
+//   rl train configs/vlm_reasoning.jsonnet [seed=1 ...]
 //
 // About 7.7 thousand questions with checked answers; the set has one split, and its last 100 rows are
 // held out here. Any other set: a `path` on the hub, or a parquet or JSONL file, and its own columns.

@@ -108,7 +108,7 @@ class Console:
     def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
-        parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
+        parts += [f"{SUMMARY[name]} {metrics[name]:.3g}" for name in SUMMARY if name in metrics]
         for name, (label, form) in UNLESS_0.items():
             parts += [f"{label} {value:{form}}"] if (value := metrics.get(name)) else []
         if metrics.get("drift/alarm"):

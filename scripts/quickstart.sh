@@ -19,3 +19,4 @@ for argument; do
 done
 python -m rl.simple_launch "$config" "$@"
 python -m rl.tools.commands.report "$config" "${overrides[@]}"
+echo "to use the command rl in this shell: source .venv/bin/activate"

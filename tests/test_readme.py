@@ -28,7 +28,8 @@ from rl.config.schema import RunConfig, load_config
 from rl.run.metric_table import markdown_table, shipped_rows
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
-PAGES = [REPO / name for name in ("README.md", "ARCHITECTURE.md", "PROMISES.md", "SECURITY.md")]
+NAMES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "PROMISES.md", "SECURITY.md")
+PAGES = [REPO / name for name in NAMES]
 PAGES += sorted((REPO / "docs").glob("*.md"))
 
 

@@ -1,10 +1,11 @@
 // EARL (arXiv 2508.01119): Emu3 reads a picture as tokens and writes the edited one as tokens. Shared
 // by its ten configs (configs/sft_*__rl_*.jsonnet), for 4 GPUs of 80 GB; the judge
-// (JUDGE_MODEL=Qwen/Qwen2.5-VL-72B-Instruct scripts/serve_judge.sh) runs elsewhere. scripts/setup_datasets.sh fetches the data.
+// (JUDGE_MODEL=Qwen/Qwen2.5-VL-72B-Instruct scripts/serve_judge.sh) runs elsewhere.
+// scripts/setup_datasets.sh fetches the data.
 //
 //   export APP__DATA_DIR=RL_DATASETS/data APP__BASE_EXP_DIR=RL_EXPERIMENTS
 //   export APP__RUN_NAME=sft_s__rl_sc APP__REWARD_FUNCTION_API_BASE=http://judge-host:4877
-//   python -m rl.simple_launch --nproc 4 configs/sft_s__rl_sc.jsonnet
+//   rl train --nproc 4 configs/sft_s__rl_sc.jsonnet
 (import '../base.libsonnet') + {
   run_name: std.extVar('APP__RUN_NAME'),
   base_exp_dir: std.extVar('APP__BASE_EXP_DIR'),

@@ -472,11 +472,11 @@ def _length(resolved: Resolved, num_rows: Mapping[str, int]) -> str:
     """The run's length in iterations and in epochs, if the number of samples is known. `num_rows`:
     that of each data source which has been read."""
     config, counts = resolved.config, [num_rows.get(plugin.key, 0) for plugin in resolved.train]
-    stated = f"num_iterations {config.num_iterations}, num_epochs {config.num_epochs}"
     if (config.num_iterations is None) == (config.num_epochs is None):
-        return f"{stated}; set one of them"
+        return "set one of num_iterations and num_epochs"
     if not all(counts):
-        return f"{stated}; the number of samples is not known before they are loaded"
+        unit = "iterations" if config.num_iterations else "epochs"
+        return f"{config.num_iterations or config.num_epochs:g} {unit}; a start counts the samples"
     iterations, prompts = build.num_iterations(config, sum(counts)), config.prompts_per_iteration
     return (
         f"{iterations} iterations of {prompts} prompts = {iterations * prompts / sum(counts):.3g} "
@@ -550,8 +550,8 @@ def _table(planned: Plan) -> list[str]:
         gb = f"{item.gb:.1f}"
         table.append([item.part, *(gb if phase in item.phases else "" for phase in PHASES)])
     table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in PHASES)])
-    width = max(len(item.part) for item in planned.items)
-    return [f"{part:<{width}}" + "".join(f"{cell:>11}" for cell in cells) for part, *cells in table]
+    form = "{:<24}" + "".join(f"{{:>{max(6, len(phase) + 1)}}}" for phase in PHASES)
+    return [form.format(*row).rstrip() for row in table]
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

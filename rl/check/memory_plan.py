@@ -302,7 +302,7 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
         return f"the engine {does} while others run, as engine.residency says"
     what = "can stay resident" if planned.engine_stays else "has to sleep while others run"
     together = f"all models take {planned.together_gb:.1f} of {gpu_gb:g} GB"
-    return f"the engine {what}: {together}, of which a tenth should stay free"
+    return f"the engine {what}: {together},\n    of which a tenth should stay free"
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
@@ -322,8 +322,8 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
         return "the engine samples from the policy itself"
     return (
         f"the engine takes {engine.claimed_gb:.1f} GB, {engine.claimed_gb / gpu_gb:.3f} of the "
-        f"GPU: weights {engine.weights_gb:.1f}, workspace {engine.workspace_gb:.1f} (assumed), a "
-        f"cache of {engine.num_blocks * CACHE_BLOCK} tokens; maximum concurrency for "
+        f"GPU: weights {engine.weights_gb:.1f}, workspace {engine.workspace_gb:.1f} (assumed),\n"
+        f"    a cache of {engine.num_blocks * CACHE_BLOCK} tokens; maximum concurrency for "
         f"{engine.longest_tokens} tokens per request: {engine.at_once:.2f}x"
     )
 
@@ -345,7 +345,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     together_gb = others.peak_gb + engine.claimed_gb
     stays = residency == "resident" or (residency == "auto" and together_gb <= most_gb)
     items.append(Item("engine", engine.claimed_gb - engine.own_gb, PHASES if stays else AWAKE))
-    items.append(Item("engine's buffers, also asleep", engine.own_gb, PHASES))
+    items.append(Item("engine, also asleep", engine.own_gb, PHASES))
     return Plan(items, engine, together_gb, stays)
 
 
@@ -376,7 +376,7 @@ def _state_items(sizes: Sizes) -> Iterator[Item]:
     )
     if full and stage == 0 and sizes.bytes_per_weight != 4:  # summed in float32 after each backward
         once_gb = trained * sizes.bytes_per_weight / 1e9
-        yield Item("gradients of one backward", once_gb, ("learn",))
+        yield Item("gradients of a backward", once_gb, ("learn",))
     if stage >= 1:
         bucket_gb = min(trained, BUCKET_PARAMS) * (sizes.bytes_per_weight if full else 4) / 1e9
         yield Item("gradient bucket", bucket_gb, ("learn",))
@@ -400,7 +400,7 @@ def _forward_items(sizes: Sizes) -> Iterator[Item]:
         Item("logits, one chunk", LOGITS_GB, (*forward, "learn")),
     )
     if not sizes.all_kept:
-        yield Item("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",))
+        yield Item("activations of a forward", sizes.forward_tokens * kept_gb, ("learn",))
 
 
 def host_plan(sizes: Sizes, on_gpu: Plan, num_ranks: int) -> dict[str, float]:

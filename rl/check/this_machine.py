@@ -201,12 +201,12 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
         return ["the run uses no GPU"]
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
     if not resolved.engine.cls.samples_with_trainer:
-        needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
+        needs += ",\n    a C compiler and Python headers (apt install build-essential python3-dev)"
     found, _ = gpus()
     if not found:
         problems = _device_problems(resolved, "cuda", math.inf)
         refusals = [f"on a GPU it would be refused: {problem}" for problem in problems]
-        return [f"no GPU is visible; the machine that trains needs {needs}", *refusals]
+        return [f"no GPU is visible; a machine that trains needs {needs}", *refusals]
     if _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
     return [f"NVIDIA driver {found[0].driver}; needed: {needs}"]

@@ -23,9 +23,9 @@ from rl.learner.backends import (
     trainable_parameters,
 )
 from rl.learner.train_step import (
-    Inference,
     Logprobs,
     Minibatch,
+    NoGradForwards,
     TrainStep,
     by_member,
     in_lockstep,
@@ -42,8 +42,8 @@ from rl.ranks.dist import Dist, is_sharded
 # Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 
 NUM_MEASURED = 3
-"""The first so many iterations measure whether their first step raises the log-probs of completions
-whose reward is above their group's mean."""
+"""Number of iterations at the start of a run that measure whether their first step raises the
+log-probs of completions whose reward is above their group's mean."""
 
 
 class Learner:
@@ -151,10 +151,10 @@ class Learner:
         """
         budget = self._config.optimizer.max_tokens_per_micro_batch
         ids_P1 = [[ids] for _, ids in rows]
-        inference = Inference(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
+        forwards = NoGradForwards(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
         logprobs_of: Logprobs = {}
-        for micro_batch in inference.micro_batches:
-            _, outputs = inference.forward(micro_batch)
+        for micro_batch in forwards.micro_batches:
+            _, outputs = forwards.forward(micro_batch)
             logprobs_of |= by_member(micro_batch, micro_batch.members, outputs)
         return [logprobs_of[row, 0] for row in range(len(rows))]
 

@@ -171,7 +171,7 @@ class Forwards(Protocol):
         ...
 
 
-class Inference:
+class NoGradForwards:
     """Runs forwards without a graph, with the module in evaluation mode."""
 
     def __init__(
@@ -369,8 +369,8 @@ class TrainStep:
     optimizer_step: Callable[[float, float], StepOutcome]
     """The learner's step, which also counts its version; takes (learning rate, gradient scale)."""
     measures_rise: bool = False
-    """Whether to measure, by one more forward, if the first step moves the log-probs the way that
-    the rewards point."""
+    """Whether to measure, by one more forward, if the first step makes completions with higher
+    rewards likelier."""
     _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_tokens_kept_so_far: int = 0  # graphs that are freed again included
     _old: Logprobs = field(default_factory=dict)

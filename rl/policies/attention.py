@@ -1,4 +1,4 @@
-"""Attention over packed rows, activations computed again, and decoding with a key-value cache."""
+"""Attention over packed rows, recomputation of activations, decoding with a key-value cache."""
 
 from __future__ import annotations
 

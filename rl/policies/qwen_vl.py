@@ -304,7 +304,7 @@ class Qwen25VL(QwenVL):
     slot_px = 28
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """For edits, one arm has M-RoPE, as in training, and one has upstream's text positions."""
+        """For edits, one has M-RoPE positions, as in training, one text positions, as upstream."""
         arms = dict(super().stock_arms(prompt))
         if self.setup.kind != "text" and prompt.images:  # for text alone both are the same
             plain = prompt.plain

@@ -59,7 +59,7 @@ class Dist:
         if world_size > 1 and (missing := {"RANK", "LOCAL_RANK"} - os.environ.keys()):
             raise ValueError(
                 f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start "
-                "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
+                "several ranks with `rl train --nproc N`, or unset WORLD_SIZE"
             )
         local_rank = int(os.environ["LOCAL_RANK"]) if world_size > 1 else 0
         device = _resolve_device(device, local_rank)

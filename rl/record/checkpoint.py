@@ -267,7 +267,7 @@ class Checkpoints:
         """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
         best on held-out samples, those that may be the best, those on their way to the hub, every
         n-th, and those that somebody changed."""
-        rows, every = _rows_of(self.folder.parent), self._config.keep_every_n_iterations
+        rows, every = rows_of(self.folder.parent), self._config.keep_every_n_iterations
         rewards = held_out_rewards(self.folder.parent)
         steps = {iteration_of(path): path for path in steps_of(self.folder.parent)}
         whole = [iteration for iteration, path in steps.items() if is_as_written(path)]
@@ -379,10 +379,10 @@ def steps_of(run_dir: Path) -> list[Path]:
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
-    return {it: _share(row, "eval/reward") for it, row in _rows_of(run_dir).items()}
+    return {it: _share(row, "eval/reward") for it, row in rows_of(run_dir).items()}
 
 
-def _rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
+def rows_of(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     """Iterations done -> last readable line of metrics.jsonl; there may be none before training."""
     rows = read_rows(run_dir / "metrics.jsonl")[0]
     return {0: {}} | {row["iteration"]: row for row in rows if type(row.get("iteration")) is int}

@@ -60,8 +60,8 @@ class Picture:
     number: int
     """Index (from 0) among its completion's `images_per_completion` pictures. Pictures of a group
     with the same number share their noise."""
-    readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
-    """Token ids of each completion that the picture is drawn for -> its reading."""
+    pairs: dict[tuple[int, ...], PictureAndText] = field(default_factory=dict)
+    """Token ids of each completion that the picture is drawn for -> the picture and its text."""
     drawn_of: Sample | None = None
     """The sample of its render job."""
     outcome: Image | RenderFailure | None = None
@@ -73,9 +73,9 @@ class Picture:
 
 
 @dataclass(eq=False)
-class Reading:
+class PictureAndText:
     """A picture together with the text and thought of a completion that it is drawn for.
-    Completions with equal token ids share one reading."""
+    Completions with equal token ids share one."""
 
     picture: Picture
     base_input: RewardInput
@@ -92,14 +92,14 @@ class Reading:
         assert not isinstance(self.picture.outcome, RenderFailure)
         return replace(self.base_input, image=self.picture.outcome)
 
-    def grading_unit(self, reward: Reward) -> Picture | Reading:
-        """What the reward grades once: the reading if the reward reads thoughts, else the picture,
-        which several readings may share."""
+    def grading_unit(self, reward: Reward) -> Picture | PictureAndText:
+        """What the reward grades once: this, if the reward reads thoughts; else the picture, which
+        several texts may share."""
         return self if reward.reads_thoughts else self.picture
 
 
 @dataclass(frozen=True)
-class Arm:
+class PendingEpisode:
     """One completion before its episode is built."""
 
     prompt: Prompt
@@ -107,8 +107,8 @@ class Arm:
     action: Action
     failure: str | None
     """Why the completion is not rendered; None if it is rendered."""
-    readings: Sequence[Reading]
-    """The readings of its pictures; empty if it is not rendered."""
+    pairs: Sequence[PictureAndText]
+    """Its pictures, each with its text; empty if it is not rendered."""
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
@@ -120,23 +120,25 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
     return None
 
 
-def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
+def episode_of(
+    config: RunConfig, pending: PendingEpisode, group_id: str, noise_seed: int
+) -> Episode:
     """Build a completion's episode when all its grades are known. Its reward and parts are means
     over its pictures. Raises RuntimeError if another prompt's sample was drawn or graded."""
-    for reading in arm.readings:
-        require_own_sample(arm.prompt, reading.picture.drawn_of, "drawn")
-        require_own_sample(arm.prompt, reading.base_input.sample, "graded")
-    drawn = [(r.picture.outcome, r) for r in arm.readings if isinstance(r.picture.outcome, Image)]
+    for pair in pending.pairs:
+        require_own_sample(pending.prompt, pair.picture.drawn_of, "drawn")
+        require_own_sample(pending.prompt, pair.base_input.sample, "graded")
+    drawn = [(r.picture.outcome, r) for r in pending.pairs if isinstance(r.picture.outcome, Image)]
     image, first = drawn[0] if drawn else (None, None)
     episode = functools.partial(
-        Episode, group_id, arm.prompt, arm.completion, arm.action, noise_seed, image
+        Episode, group_id, pending.prompt, pending.completion, pending.action, noise_seed, image
     )
-    lost = [r.picture.failure for r in arm.readings if r.picture.failure is not None]
-    failures = [arm.failure, *(each.reason for each in lost if each.blame == "policy")]
+    lost = [r.picture.failure for r in pending.pairs if r.picture.failure is not None]
+    failures = [pending.failure, *(each.reason for each in lost if each.blame == "policy")]
     if by_policy := [failure for failure in failures if failure is not None]:
         return episode(Status.POLICY_FAILED, 0.0, failure=by_policy[0])
 
-    graded = [reading.grades for reading in arm.readings if reading.picture.failure is None]
+    graded = [pair.grades for pair in pending.pairs if pair.picture.failure is None]
     outputs = [(name, grade) for grades in graded for name, grade in grades.items()]
     ungraded = [(name, grade) for name, grade in outputs if grade.failure is not None]
     causes = [f"renderer: {failure.reason}" for failure in lost]

@@ -33,12 +33,12 @@ from rl.learner.train_step import Forwards
 from rl.progress import PhaseTimer, Progress, counted
 from rl.ranks.dist import Dist
 from rl.rollout.episodes import (
-    Arm,
     Grades,
     Interrupted,
     Outputs,
+    PendingEpisode,
     Picture,
-    Reading,
+    PictureAndText,
     episode_of,
     own_copy,
     require_own_sample,
@@ -195,16 +195,18 @@ class PendingRollout:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
         self._context = context
         self._sampled = sampled
-        self._arms_PG: list[list[Arm | None]] = [[None] * len(ids_G) for ids_G in sampled.token_ids]
-        """An `Arm` per completion; None until its action is known."""
+        self._pending_PG: list[list[PendingEpisode | None]] = [
+            [None] * len(ids_G) for ids_G in sampled.token_ids
+        ]
+        """One per completion; None until its action is known."""
         self._pictures: dict[tuple[int, tuple[int, ...], int], Picture] = {}
         """(prompt index, token ids from which the picture is drawn, picture number) -> picture, in
         the order in which they are passed to the renderer."""
         self._undrawn: dict[int, Picture] = {}
         """Pictures that the renderer has not drawn yet, by their places in that order."""
-        self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
-        """(reward name, picture or reading) -> the call that grades it, and the index of its output
-        in the list that the call returns."""
+        self._outputs: dict[tuple[str, Picture | PictureAndText], tuple[Future[Outputs], int]] = {}
+        """(reward name, what it grades once) -> the call that grades it, and the index of its
+        output in the list that the call returns."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
@@ -225,20 +227,20 @@ class PendingRollout:
         failure = why_not_rendered(config, completion, action)
         drawn_ids = ids if action.drawn_from is None else action.drawn_from
         base_input = RewardInput(prompt.sample, action.text, None, action.thought)
-        jobs, readings = [], []
+        jobs, pairs = [], []
         for number in range(0 if failure else config.images_per_completion):
             picture = self._pictures.setdefault((p, drawn_ids, number), Picture(p, number))
-            if not picture.readings:  # the first completion that shares it
+            if not picture.pairs:  # the first completion that shares it
                 self._undrawn[len(self._pictures) - 1] = picture
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
                 job = RenderJob(own_copy(prompt.sample), action.payload, noise_seed)
                 picture.drawn_of = job.sample
                 jobs.append(job)
-            readings.append(picture.readings.setdefault(ids, Reading(picture, base_input)))
+            pairs.append(picture.pairs.setdefault(ids, PictureAndText(picture, base_input)))
         # Drop the payload: a batch's hidden states would hold a gigabyte during the training step.
         action = replace(action, payload=None)
-        self._arms_PG[p][g] = Arm(prompt, completion, action, failure, readings)
+        self._pending_PG[p][g] = PendingEpisode(prompt, completion, action, failure, pairs)
         self._grade(p)
         return jobs
 
@@ -257,23 +259,23 @@ class PendingRollout:
     def _grade(self, p: int) -> None:
         """Submit a prompt's ungraded pictures. A reward that compares pictures gets them once all
         exist, in one call for each noise; others get each at once."""
-        readings = self._readings(p)
-        is_complete = None not in self._arms_PG[p] and all(r.picture.has_outcome for r in readings)
+        pairs = self._pairs(p)
+        is_complete = None not in self._pending_PG[p] and all(x.picture.has_outcome for x in pairs)
         for name, reward in self._context.rewards.items():
             compares = reward.scores_groups()
             if compares and not is_complete:
                 continue
-            calls: dict[object, dict[Picture | Reading, RewardInput]] = {}
-            for reading in readings:
-                unit = reading.grading_unit(reward)
-                if reading.can_be_graded and (name, unit) not in self._outputs:
-                    together = reading.picture.number if compares else unit
-                    calls.setdefault(together, {}).setdefault(unit, reading.reward_input)
+            calls: dict[object, dict[Picture | PictureAndText, RewardInput]] = {}
+            for pair in pairs:
+                unit = pair.grading_unit(reward)
+                if pair.can_be_graded and (name, unit) not in self._outputs:
+                    together = pair.picture.number if compares else unit
+                    calls.setdefault(together, {}).setdefault(unit, pair.reward_input)
             for inputs in calls.values():
                 self._call_reward(name, reward, inputs)
 
     def _call_reward(
-        self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
+        self, name: str, reward: Reward, inputs: Mapping[Picture | PictureAndText, RewardInput]
     ) -> None:
         unreadable = self._context.config.judge.unreadable
         may_refuse = name in self._context.held_out_only
@@ -282,10 +284,10 @@ class PendingRollout:
         for index, unit in enumerate(inputs):
             self._outputs[name, unit] = future, index
 
-    def _readings(self, p: int) -> list[Reading]:
-        """A prompt's distinct readings so far, in the order of its completions."""
-        arms = [arm for arm in self._arms_PG[p] if arm is not None]
-        return list(dict.fromkeys(reading for arm in arms for reading in arm.readings))
+    def _pairs(self, p: int) -> list[PictureAndText]:
+        """A prompt's distinct pictures with texts so far, in the order of its completions."""
+        known = [each for each in self._pending_PG[p] if each is not None]
+        return list(dict.fromkeys(pair for each in known for pair in each.pairs))
 
     def cancel(self) -> None:
         for future in self._futures:
@@ -307,7 +309,7 @@ class PendingRollout:
         UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
         sampled, config = self._sampled, self._context.config
-        num_not_taken = sum(arms_G.count(None) for arms_G in self._arms_PG)
+        num_not_taken = sum(pending_G.count(None) for pending_G in self._pending_PG)
         if self._undrawn or num_not_taken:
             raise ValueError(
                 f"renderer: {config.renderer['type']} yields no picture for "
@@ -316,12 +318,12 @@ class PendingRollout:
             )
         try:
             with counted("grades", len(self._futures), self._num_done()) as progress:
-                for p, arms_G in enumerate(self._arms_PG):
+                for p, pending_G in enumerate(self._pending_PG):
                     with timer.phase("judge_wait"):
-                        for reading in self._readings(p):
-                            reading.grades = self._grades(reading, progress, should_stop)
+                        for pair in self._pairs(p):
+                            pair.grades = self._grades(pair, progress, should_stop)
                         group = sampled.group_ids[p], sampled.noise_seeds[p]
-                        episodes = [episode_of(config, arm, *group) for arm in arms_G if arm]
+                        episodes = [episode_of(config, each, *group) for each in pending_G if each]
                         self._episodes_PG.append(episodes)
                     yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
@@ -329,14 +331,14 @@ class PendingRollout:
             raise
 
     def _grades(
-        self, reading: Reading, progress: Progress, should_stop: Callable[[], bool]
+        self, pair: PictureAndText, progress: Progress, should_stop: Callable[[], bool]
     ) -> Grades:
-        """Wait for the grades of a reading; {} if it has no picture."""
-        if not reading.can_be_graded:
+        """Wait for the grades of a picture with its text; {} if there is no picture."""
+        if not pair.can_be_graded:
             return {}
         grades: dict[str, RewardOutput] = {}
         for name, reward in self._context.rewards.items():
-            future, index = self._outputs[name, reading.grading_unit(reward)]
+            future, index = self._outputs[name, pair.grading_unit(reward)]
             while not should_stop() and not wait([future], timeout=LISTEN_EVERY_S).done:
                 progress.at(self._num_done())
             if should_stop():

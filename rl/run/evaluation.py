@@ -15,7 +15,7 @@ from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample, SamplingParams, Status
 from rl.files import json_line, png_bytes, private, read_rows, write_atomically
-from rl.learner.train_step import Forwards, Inference
+from rl.learner.train_step import Forwards, NoGradForwards
 from rl.printing import scrubbed
 from rl.progress import PhaseTimer, warn
 from rl.ranks import signals
@@ -115,7 +115,7 @@ def score(
         forwards = learner.begin(0, prompts, sampled.token_ids, nums, False)
     else:
         budget = context.config.optimizer.max_tokens_per_micro_batch
-        forwards = Inference(
+        forwards = NoGradForwards(
             context.policy, prompts, sampled.token_ids, budget, dist, weights, nums
         )
     timer = PhaseTimer()  # discarded: the caller's phase includes all of this
@@ -220,7 +220,7 @@ def add_state_drift(
     rows = [variants[BARE] for variants in variants_P[:num] if BARE in variants]
     ids_P1 = [[words.token_ids] for _, words in rows]
     budget = context.config.optimizer.max_tokens_per_micro_batch
-    forwards = Inference(policy, [prompt for prompt, _ in rows], ids_P1, budget, dist)
+    forwards = NoGradForwards(policy, [prompt for prompt, _ in rows], ids_P1, budget, dist)
     for micro_batch in forwards.micro_batches:
         actions = policy.decode_actions(micro_batch.rows, *forwards.states(micro_batch))
         members = zip(micro_batch.members, micro_batch.rows, actions, strict=True)

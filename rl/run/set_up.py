@@ -433,12 +433,12 @@ def _open_judge(
     held-out pictures is a warning."""
     config = resolved.config.judge
     if config.start_command:
-        console.say(f"starting the judge ({key}); its output: {log}")
+        console.say(f"{key}: starting the judge; its output: {log}")
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
         addresses = ", ".join(api_bases)
-        console.say(f"checking the judge ({key}) at {addresses}; one that starts has a minute")
+        console.say(f"{key}: waiting up to a minute for the judge at {addresses}")
     judge = JudgeClient(config, api_bases, check=partial(raise_if_ended, config, log))
     stack.callback(lambda: loop.submit(judge.aclose()).result())
     trains = not all(plugin.keys.held_out_only for plugin in resolved.rewards.values())

@@ -484,7 +484,7 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
             "folder": trained.name,
             "checkpoint": None if trained.untrained else trained.model.parent.name,
             "iterations": trained.iterations,
-            "held_out_reward": trained.held_out_reward,
+            "held_out_reward": trained.metrics.get("eval/reward"),
         },
         "sampling": {
             "temperature": config.evaluation.temperature,

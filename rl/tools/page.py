@@ -55,10 +55,10 @@ from rl.tools.reading import (
 # Compares held-out rewards before and after training, with intervals; lists a run's alarms.
 
 INTERVAL = (
-    "95 % interval of the mean paired difference over the held-out samples: percentile bootstrap "
-    f"({NUM_RESAMPLES:,} draws) over source pictures; samples that share one are drawn together. "
-    "There is none for fewer than two pictures or equal gains. It says nothing about other "
-    "training seeds."
+    "95 % interval of the mean paired difference over the held-out samples:\n"
+    f"  percentile bootstrap ({NUM_RESAMPLES:,} draws) over source pictures; samples that share\n"
+    "  one are drawn together. There is none for fewer than two pictures or equal\n"
+    "  gains. It says nothing about other training seeds."
 )
 """Explains the intervals."""
 CONTROL = (
@@ -217,20 +217,20 @@ def summary(
 
 
 _CONTEXT = {
-    "eval/unreadable": "share of the held-out pictures about which the replies were unreadable",
-    "eval/reward_low": "held-out reward, if those count as 0",
-    "eval/reward_high": "held-out reward, if those count as 1",
+    "eval/unreadable": "share of held-out pictures with unreadable replies of the judge",
+    "eval/reward_low": "held-out reward, if unreadable replies count as 0",
+    "eval/reward_high": "held-out reward, if unreadable replies count as 1",
     "eval_reference/reward": "reward of the reference descriptions",
-    "eval/bare_reward": "reward of the user's own words, as they are",
+    "eval/bare_reward": "reward of the user's own words",
     "eval/reward_gain": "gain over the user's own words",
     "eval/stock_reward": "reward of the untrained system on the user's words",
-    "eval/stock_upstream_reward": "the same, with the text encoder called as upstream does",
+    "eval/stock_upstream_reward": "reward of diffusers' own pipeline on the user's words",
     "eval/gain_over_stock": "gain over the untrained system",
     "eval/cut_thought_reward": "reward with the thought cut before it begins",
     "eval/gain_of_thought": "gain of thinking",
-    "drift/bare_fall": "reward lost with the user's own words since the start",
-    "drift/reference_fall": "reward lost with reference descriptions since the start",
-    "drift/state_l2": "movement of the states of the user's own words, as a share of their norm",
+    "drift/bare_fall": "drift: reward lost by the user's own words",
+    "drift/reference_fall": "drift: reward lost by reference descriptions",
+    "drift/state_l2": "drift: movement of the hidden states, as a share of their norm",
 }
 """Metrics that put the gain in context."""
 

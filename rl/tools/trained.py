@@ -24,7 +24,7 @@ from rl.files import open_picture, read_object
 from rl.model_files import ADAPTER_CONFIG, is_hub_id, read_config
 from rl.policies.policy_base import ADAPTER_KEYS
 from rl.printing import excerpt
-from rl.record.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
+from rl.record.checkpoint import checkpoint_of, model_folder, read_state, rows_of
 from rl.record.publish import at
 from rl.record.run_summary import not_a_run
 
@@ -68,7 +68,7 @@ class Trained:
     iterations: int = 0
     """Iterations finished when the checkpoint was written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The run's latest scalars when the checkpoint was written."""
+    """The scalars of that iteration, as far as the checkpoint or the run's metrics have them."""
     file: str = ""
     """The user's config file, if `config` is from there."""
     trusted: bool = False
@@ -82,15 +82,10 @@ class Trained:
         """Where it is from."""
         return self.file or str(self.run_dir or self.model)
 
-    @property
-    def held_out_reward(self) -> float | None:
-        """Mean held-out reward at the checkpoint's iteration, 0 to 1; None: not measured."""
-        return None if self.run_dir is None else held_out_rewards(self.run_dir).get(self.iterations)
-
     def __str__(self) -> str:
         if not self.iterations:
             return f"{self.name}, {'untrained' if self.untrained else self.model}"
-        reward = self.held_out_reward
+        reward = self.metrics.get("eval/reward")
         reward_text = "" if reward is None else f", held-out reward {reward:.3f}"
         return f"{self.name} after {self.iterations} iterations{reward_text}"
 
@@ -155,7 +150,9 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         config = loading.stored(stored, str(file), loading.CHANGED_OUTPUT)
     if not isinstance(at(config, "policy.type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")
-    metrics = state["meta"].get("metrics")
+    saved = state["meta"].get("metrics")
+    metrics = saved if isinstance(saved, Mapping) else {}
+    metrics = {**metrics, **rows_of(run_dir).get(state["iteration"], {})}
     return Trained(
         model,
         is_adapter,
@@ -164,7 +161,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         state["iteration"],
         {
             name: value
-            for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
+            for name, value in metrics.items()
             if isinstance(value, int | float) and math.isfinite(value)
         },
     )

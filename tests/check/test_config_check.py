@@ -282,7 +282,7 @@ def test_the_report_says_what_is_kept_for_the_backward(
     text, _ = check_report.report(config_of(tmp_path, change), gpu_gb=141)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert f"kept for backward {tokens} tokens on each rank, {remark}" in lines
-    forwarded_again = any(line.startswith("activations of one forward") for line in lines)
+    forwarded_again = any(line.startswith("activations of a forward") for line in lines)
     assert forwarded_again == (remark != "all there can be")
 
 
@@ -438,7 +438,7 @@ def test_each_row_has_the_keys_that_shrink_it_unless_they_are_set() -> None:
     """The fullest phase, its largest items, then keys, the cheapest for the user first."""
     [problem] = unfit(shipped("vlm_reasoning", "optimizer.gradient_checkpointing=false"), 24)
     first, *_, last = remedies([problem])
-    assert holds(problem, "'learn' (activations of one forward 38.7, policy weights 3.8 ... ; what")
+    assert holds(problem, "'learn' (activations of a forward 38.7, policy weights 3.8 ... ; what")
     assert (first, last) == (
         "optimizer.gradient_checkpointing=mlp",
         "optimizer.max_tokens_per_micro_batch=1",

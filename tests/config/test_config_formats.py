@@ -124,7 +124,7 @@ def test_the_report_reads_a_run_of_the_last_release(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report_command.main([str(run_dir)]) == 0
-    assert "own words, as they are: 0.001" in capsys.readouterr().out
+    assert "own words: 0.001" in capsys.readouterr().out
     [first, _] = read_evaluations(run_dir)
     [record, _] = first.records.values()
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)

@@ -138,7 +138,7 @@ def test_the_summary_line_has_reward_speed_and_eta(stream):
     assert stream.getvalue().splitlines() == [
         "[0/101]  held-out 0.4",  # no time of an iteration is known yet
         "[1/101]  10.0 s/it  ETA 16 min 40 s",
-        "[2/101]  reward 0.4123  held-out 0.5  grad 1e-05  ungraded 3.1%  restarts 1  15.0 s/it  "
+        "[2/101]  reward 0.412  held-out 0.5  grad 1e-05  ungraded 3.1%  restarts 1  15.0 s/it  "
         "ETA 24 min 45 s",
     ]
 

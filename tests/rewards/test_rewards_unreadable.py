@@ -25,7 +25,7 @@ from rl.api.types import (
 )
 from rl.ranks.dist import Dist
 from rl.rewards.judged import VieScore
-from rl.rollout.episodes import Arm, Picture, Reading, episode_of, scores
+from rl.rollout.episodes import PendingEpisode, Picture, PictureAndText, episode_of, scores
 from rl.rollout.stream import Rollout
 from rl.run.episode_metrics import rollout_metrics
 
@@ -106,13 +106,13 @@ def test_an_episode_says_whether_its_replies_were_unreadable(
     """One picture per verdict: its grades, or the renderer's failure."""
     words = Completion((5,), (-0.5,), "stop")
     base = RewardInput(SAMPLE, "words", None)
-    readings = []
+    pairs = []
     for n, result in enumerate(verdicts):
         failed = isinstance(result, RenderFailure)
         picture = Picture(0, n, drawn_of=base.sample, outcome=result if failed else RESULT)
-        readings.append(Reading(picture, base, {} if failed else result))
-    arm = Arm(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, readings)
-    found = episode_of(run_config(judge={"unreadable": key}), arm, "g", 1)
+        pairs.append(PictureAndText(picture, base, {} if failed else result))
+    pending = PendingEpisode(Prompt(SAMPLE, (1,)), words, Action("words", "words"), None, pairs)
+    found = episode_of(run_config(judge={"unreadable": key}), pending, "g", 1)
     assert found.status is status and found.unreadable == is_counted
     assert (found.failure is None) == (verdicts == [{"judge": FAIR}])
 

@@ -37,7 +37,7 @@ from rl.judge.client import JudgeError, JudgeRefused
 from rl.judge.http import BackgroundLoop
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.rollout.episodes import Arm, Interrupted, Picture, Reading, episode_of
+from rl.rollout.episodes import Interrupted, PendingEpisode, Picture, PictureAndText, episode_of
 from rl.rollout.stream import Advantages, Rollout, RolloutContext, Sampled, train_sequences
 from rl.run.alarms import LEARNING, Watch
 from rl.run.checks import Checks, TooManyFailuresError
@@ -139,12 +139,12 @@ def test_a_renderer_that_exchanges_samples_stops_the_run(context: RolloutContext
 def test_an_episode_is_of_its_own_prompt(what: str) -> None:
     own, other = (Sample("s", instruction) for instruction in ("do it", "do that"))
     drawn, graded = (other, own) if what == "drawn" else (own, other)
-    reading = Reading(Picture(0, 0, drawn_of=drawn), RewardInput(graded, "a", None))
-    arm = Arm(Prompt(own, (1,)), word("a"), Action("a", "a"), None, [reading])
+    pair = PictureAndText(Picture(0, 0, drawn_of=drawn), RewardInput(graded, "a", None))
+    pending = PendingEpisode(Prompt(own, (1,)), word("a"), Action("a", "a"), None, [pair])
     with pytest.raises(
         RuntimeError, match=f"'s' \\(do it\\) was {what} with the sample 's' \\(do that\\)"
     ):
-        episode_of(run_config(), arm, "0/0", 51)
+        episode_of(run_config(), pending, "0/0", 51)
 
 
 def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) -> None:

@@ -317,6 +317,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
 
 def test_an_adapter_is_copied_unchanged(tmp_path: Path, capsys: Any) -> None:
     run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
+    (run / "metrics.jsonl").write_text('{"iteration": 2, "drift/alarm": 0}\n')
     assert export.main([str(run), str(target), "--as", "adapter", "--checkpoint", "2"]) == 0
     assert f"wrote {target}" in capsys.readouterr().out
     written = ["adapter_config.json", "adapter_model.safetensors"]
@@ -325,6 +326,7 @@ def test_an_adapter_is_copied_unchanged(tmp_path: Path, capsys: Any) -> None:
         assert (target / name).read_bytes() == (model_folder(run) / name).read_bytes()
     card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
+    assert "No drift alarm" in card  # which the checkpoint was written before
 
 
 def file_names(folder: Path) -> list[str]:

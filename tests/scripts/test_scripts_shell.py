@@ -272,7 +272,7 @@ LISTED = [
             Start(f"{TEST_SH} --other-cpus", lines=[f"{PYTEST} tests/*"] * 2),
             Start(f"{COMPLETE}.ci/run | grep -v '^ruff\\|^mypy\\|^bandit'",
                   made={"bin/chromium": ""}, lines=[
-                      *["python -m rl*"] * 2, f"{FAST} -m not slow", f"{PYTEST} -m slow",
+                      *["*rl*"] * 3, f"{FAST} -m not slow", f"{PYTEST} -m slow",
                       *[f"{PYTEST} tests/*"] * 2, "*all of it"]),
             Start(TEST_SH, code=1, made={".venv/bin/mypy": "exit 1"}),
             Start(TEST_SH, code=1, made={".venv/bin/mypy": "", ".venv/bin/ruff": "exit 1"}),
@@ -282,10 +282,12 @@ LISTED = [
             Start(f"{COMPLETE}scripts/quickstart.sh num_iterations=3 --nproc 2", made=TOOLS, lines=[
                 "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
                 "python -m rl.tools.commands.report configs/quickstart.jsonnet num_iterations=3",
+                "*source .venv/bin/activate",
             ]),
             Start(f"{COMPLETE}scripts/quickstart.sh", lines=[
                 "python -m rl.simple_launch configs/quickstart.jsonnet",
                 "python -m rl.tools.commands.report configs/quickstart.jsonnet",
+                "*source .venv/bin/activate",
             ]),
         ], id="the quickstart"),
         # Unpacked where EARL's base config reads them.

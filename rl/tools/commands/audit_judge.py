@@ -522,11 +522,11 @@ async def _run(args: argparse.Namespace, key: str, resolved: Resolved) -> int:
             undecided = 3 * any(audit.doubts for audit in audits)
             code = 1 if any(audit.failures for audit in audits) else undecided
             page = file.with_name(f"{key.removesuffix('judge')}{file.stem}.html")
-            write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
+            write_audit_page(page, f"Audit of the judge {config.judge.model}", audits, cases)
             print(f"page: {page}")
             save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
         stats = client.take_stats() if client else JudgeStats()
-        tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens"
+        tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} completion tokens"
         print(f"{stats.requests} requests, {tokens}, {time.monotonic() - started:.1f} s")
         print(f"kept in: {file}")
     return code

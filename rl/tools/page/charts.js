@@ -135,7 +135,7 @@
         x: LEFT + at * size, width: Math.max(0.5, size - (size > 4 ? 1 : 0)), y: up(first + (bin + 0.5) * step), height: up(0) - up(step),
         opacity: Math.sqrt(count / total).toFixed(3)})])));
     });
-    const meaning = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; the stronger, the larger a share of its completions.`;
+    const meaning = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; a stronger colour is a larger share of its completions.`;
     const text = el("p", {class: "fine"}, meaning);
     onPointer((right, above) => {
       const [at, bin] = [Math.floor(right * columns.length), Math.floor(above * num)];
@@ -163,8 +163,8 @@
     if (!data || !data.it.length) return;
     page.fill(section.querySelector("form"), [
       {name: "q", label: "Find a metric", type: "search", placeholder: `${Object.keys(data.of).length} on record`},
-      {name: "x", label: "Across", options: Object.entries(AXES).filter(([axis]) => data[axis])},
-      {name: "y", label: "Up", options: [["linear", "linear"], ["log", "logarithmic"]]},
+      {name: "x", label: "x axis", options: Object.entries(AXES).filter(([axis]) => data[axis])},
+      {name: "y", label: "y axis", options: [["linear", "linear"], ["log", "logarithmic"]]},
     ], state, () => page.overview(page.route()));
     const names = found(data, state.q ?? "");
     const all = (curves) => curves.map((curve) => page.chart(curve, data, state)).filter(Boolean);

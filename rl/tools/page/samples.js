@@ -119,8 +119,8 @@
         .map((file) => [`../${file.split("#")[0]}`, file.split("#")[0].split("/").at(-1)]),
       ["../checkpoints/", "checkpoints/"]];
     section().replaceChildren(...[top,
-      ...title(group.say, `Iteration ${it}, group ${g}, sample `, isolated(group.id),
-        group.cat ? [", ", isolated(group.cat)] : null, `, ${group.of.length} completions under one noise`),
+      ...title(group.say, "Sample ", isolated(group.id),
+        group.cat ? [", ", isolated(group.cat)] : null, `, ${group.of.length} completions with the same noise`),
       sources.length || group.goal ? el("div", {class: "tops"}, sources,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       sources.length || group.goal || group.of.some((one) => one.img) ? null
