@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,18 +54,7 @@ VISUAL = "<|visual token {:06d}|>"
 _SIZE_AT_END = re.compile(r"\d+\*\d+$")
 
 
-@dataclass(frozen=True)
-class Emu3Vocabulary:
-    """The ids of Emu3's special and visual tokens."""
-
-    picture: ImageVocabulary
-    beginning: int
-    """The first token of every prompt."""
-    image_start: int
-    """Starts a picture; its size follows as text."""
-
-
-def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
+def find_vocabulary(tokenizer: Any) -> ImageVocabulary:
     """Find the ids by the tokens' texts.
 
     Raises ValueError when a token is missing, or when the visual tokens are not the last ids, in
@@ -86,7 +75,7 @@ def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
                 f"policy.tokenizer_path: id {token_id} should be {VISUAL.format(code)!r}: the "
                 "visual tokens must be the vocabulary's last ids, one after the other"
             )
-    picture = ImageVocabulary(
+    return ImageVocabulary(
         image=id_of[IMAGE],
         end_of_row=id_of[END_OF_ROW],
         end_of_frame=id_of[END_OF_FRAME],
@@ -95,7 +84,6 @@ def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
         visual_start=start,
         visual_end=end,
     )
-    return Emu3Vocabulary(picture, id_of[BOS], id_of[IMAGE_START])
 
 
 class Emu3Prompts:
@@ -130,7 +118,7 @@ class Emu3Prompts:
         prefill = self._filled_prefill(height, width)
         template = PromptTemplate("{instruction}" + prefill)
         text_ids = prompting.tokenize(self.tokenizer, template, sample.instruction)
-        ids = (self.vocabulary.beginning, *picture, *text_ids)
+        ids = (*prompting.ids_of(self.tokenizer, BOS), *picture, *text_ids)
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
@@ -153,24 +141,23 @@ class Emu3Prompts:
         """Ids of the picture `codes` [h, w]: image start, 'h*w', image token, h rows of w visual
         tokens that each end with end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065
         tokens. Raises ValueError if a code has no token."""
-        picture = self.vocabulary.picture
-        num_codes = picture.visual_end - picture.visual_start
+        vocabulary = self.vocabulary
+        num_codes = vocabulary.visual_end - vocabulary.visual_start
         if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
             spread = f"{codes.min()}..{codes.max()}" if codes.size else "none"
             raise ValueError(
                 f"codes must be [h, w] from 0 to {num_codes - 1}, the tokenizer's visual tokens; "
                 f"given shape {codes.shape}, codes {spread}"
             )
-        header = prompting.ids_of(self.tokenizer, "*".join(str(side) for side in codes.shape))
-        ids = [self.vocabulary.image_start, *header, picture.image]
-        for row in (codes.astype("int64") + picture.visual_start).tolist():
-            ids += [*row, picture.end_of_row]
-        return [*ids, picture.end_of_frame, picture.end_of_image]
+        height, width = codes.shape
+        ids = prompting.ids_of(self.tokenizer, f"{IMAGE_START}{height}*{width}{IMAGE}")
+        for row in (codes.astype("int64") + vocabulary.visual_start).tolist():
+            ids += [*row, vocabulary.end_of_row]
+        return [*ids, vocabulary.end_of_frame, vocabulary.end_of_image]
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Ids of `text` and the stop token."""
-        stop = self.vocabulary.picture.end_of_sequence
-        return (*prompting.plain_ids(self.tokenizer, text), stop)
+        return (*prompting.plain_ids(self.tokenizer, text), self.vocabulary.end_of_sequence)
 
     def picture_completion(self, codes: np.ndarray, thought: str = "") -> tuple[int, ...]:
         """Ids of `thought`, the picture and the stop token, as the policy would write them:
@@ -181,13 +168,13 @@ class Emu3Prompts:
         lengths = range(min(len(prefill_ids), len(picture)), 0, -1)
         num_shared = next((n for n in lengths if prefill_ids[-n:] == picture[:n]), 0)
         thought_ids = prompting.plain_ids(self.tokenizer, thought) if thought else []
-        return (*thought_ids, *picture[num_shared:], self.vocabulary.picture.end_of_sequence)
+        return (*thought_ids, *picture[num_shared:], self.vocabulary.end_of_sequence)
 
     def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
         """The completion's picture as [h, w] int32 codes, or why there is none."""
         assert prompt.sample.source_codes is not None, "the prompt was built from them"
         height, width = prompt.sample.source_codes.shape
-        ids, picture, ids_after = read_picture(token_ids, (height, width), self.vocabulary.picture)
+        ids, picture, ids_after = read_picture(token_ids, (height, width), self.vocabulary)
         before, after = self._text(ids), self._text(ids_after)
         if isinstance(picture, str):
             return Action(" ".join(filter(None, (before, after))), None, picture)
@@ -264,13 +251,19 @@ class Config(TrainedPolicyConfig):
     """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one is a bad row
     (`data.on_bad_row`)."""
 
+    @property
+    def tokenizer(self) -> tuple[str, str | None]:
+        """(its folder or hub id, its revision)."""
+        if self.tokenizer_path:
+            return self.tokenizer_path, None
+        return self.model_path, self.revision
+
 
 def load_tokenizer(config: Config) -> Any:
     """Load `tokenizer.json` or BAAI's tiktoken vocabulary. Raises ValueError without either."""
     from transformers import PreTrainedTokenizerFast
 
-    path = config.tokenizer_path or config.model_path
-    revision = None if config.tokenizer_path else config.revision
+    path, revision = config.tokenizer
     folder = local_folder(path, revision, TEXT_FILES)
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(folder)  # nosec B615 # a local folder
@@ -384,19 +377,19 @@ class Emu3(TrainedPolicy[Config]):
 
         super().__init__(config, setup)
         self.prompts = self._prompts_of(config)
-        picture = self.prompts.vocabulary.picture
-        self.image_vocabulary = picture
-        self.stop_token_ids = (picture.end_of_sequence,)
+        vocabulary = self.prompts.vocabulary
+        self.image_vocabulary = vocabulary
+        self.stop_token_ids = (vocabulary.end_of_sequence,)
         model = load_model(config)
         self.state_dim = model.config.hidden_size
-        vocab_size, num_tokens = model.config.vocab_size, picture.visual_end
+        vocab_size, num_tokens = model.config.vocab_size, vocabulary.visual_end
         if vocab_size < num_tokens:
             raise ValueError(
                 f"policy.tokenizer_path: the tokenizer has {num_tokens} tokens, the model "
                 f"{vocab_size}: they do not belong together"
             )
         model.lm_head = SlicedHead(model.lm_head.weight)
-        self.vocabulary_slices = (0, picture.visual_start, num_tokens)
+        self.vocabulary_slices = (0, vocabulary.visual_start, num_tokens)
         # Adapts layers only: an adapted head could not be projected slice by slice.
         self.module = TrainedModule(self._prepared(model, within=r".*\.layers\..*"), self)
 
@@ -413,9 +406,7 @@ class Emu3(TrainedPolicy[Config]):
 
         @cache
         def prompts() -> Emu3Prompts | None:
-            path = config.tokenizer_path or config.model_path
-            revision = None if config.tokenizer_path else config.revision
-            folder = folder_here(path, revision, TOKENIZER_FILES)
+            folder = folder_here(*config.tokenizer, TOKENIZER_FILES)
             here = config.model_copy(update={"tokenizer_path": str(folder)})
             return None if folder is None else cls._prompts_of(here)
 
@@ -474,9 +465,9 @@ class Emu3(TrainedPolicy[Config]):
 
         from rl.api.image_grammar import forced_tokens
 
-        picture = self.prompts.vocabulary.picture
+        vocabulary = self.prompts.vocabulary
         forced_B = [
-            torch.tensor(forced_tokens(ids, prompt.grid, picture), dtype=torch.bool)
+            torch.tensor(forced_tokens(ids, prompt.grid, vocabulary), dtype=torch.bool)
             for prompt, ids in rows
             if prompt.grid is not None
         ]

@@ -111,7 +111,7 @@ def test_a_picture_completion_follows_the_grammar(tokenizer):
     """Only the ends of the two rows, the frame, the picture and the sequence are forced."""
     prompts = make(tokenizer)
     ids = prompts.picture_completion(CODES)
-    forced = forced_tokens(ids, (2, 3), prompts.vocabulary.picture)
+    forced = forced_tokens(ids, (2, 3), prompts.vocabulary)
     assert [t for t, f in zip(tokens_of(tokenizer, ids), forced, strict=True) if f] == [
         *[EOL, EOL, EOF, END, EOS]
     ]
