@@ -171,6 +171,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 MAX_SHOWN = 200
 CARD_LINE = r"""^(license|license_name):[ \t]*["']?([\w.+-][\w.+ -]*?)["']?[ \t]*$"""
 """A line of a card's front matter that names the licence: (key, value)."""
+HUB_ID = r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*"
 KIND_KEYS = ("model_type", "_class_name")
 """Keys that name the kind of model in a config file: transformers', diffusers'."""
 
@@ -196,7 +197,7 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 def missing_model(key: str, path: str) -> list[str]:
     """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
     why = not_a_file(path) if path else MISSING
-    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
+    is_hub_id = re.fullmatch(HUB_ID, path, re.ASCII) is not None
     if why == FOLDER or (is_hub_id and why == MISSING):
         return []
     path_text = escaped(repr(path), MAX_SHOWN)
