@@ -59,7 +59,7 @@ class Config(PluginConfig):
 
     api_base: str | list[str]
     """URL with or without /v1, or a file that holds one. Several URLs must serve the same model."""
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """Model name sent with every request."""
     api_key_env: str = ""
     """NAME of the environment variable that holds the key ('' = no key)."""
@@ -196,8 +196,10 @@ class ImagesApi(Renderer[Config]):
             yield str(error).removeprefix(f"{SECTION}.")
         if (config.height_px is None) != (config.width_px is None):
             yield "height_px: give both height_px and width_px, or neither"
-        if fixed := sorted({"prompt", "image", "image[]"} & config.extra.keys()):
+        if fixed := sorted({"prompt", "image", "image[]", "n", "stream"} & config.extra.keys()):
             yield f"extra: {', '.join(fixed)}: set by the run itself; drop it"
+        if config.extra.get("response_format") not in (None, "b64_json"):
+            yield "extra.response_format: pictures are read as b64_json only; drop it"
         if run.pool:
             yield "type: a server draws the pictures; drop render_pool"
 

@@ -208,7 +208,9 @@ def test_the_order_of_the_answers_changes_no_number_of_a_run(tmp_path: Path) -> 
         ({"api_base": "ftp://x"}, "api_base='ftp://x' ... not an http"),
         ({"api_key_env": "NOT_SET"}, "api_key_env names NOT_SET ... export"),
         ({"width_px": 64}, "height_px: give both"),
-        ({"extra": {"prompt": "a"}}, "extra: prompt"),
+        ({"api_base": "http://a b"}, "api_base ... space"),
+        ({"extra": {"prompt": "a", "n": 2}}, "extra: n, prompt"),
+        ({"extra": {"response_format": "url"}}, "extra.response_format: ... b64_json"),
         ({}, "render_pool"),
     ],
 )
