@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rl.api.plugin import Count, FrozenModelConfig, SavesMemory
 from rl.api.types import RenderJob
-from rl.config.schema import MAX_SIDE_PX, Section
+from rl.config.loading import is_dotted_path, nearest
+from rl.config.schema import MAX_SIDE_PX, Section, Unread
 
 PATCH_PX = 16
 """Most transformers have one token per 16x16 px."""
@@ -33,7 +34,12 @@ class Interface(Section):
     as many source pictures, all of one size)."""
     sized: bool = True
     """Whether the call takes `height` and `width`."""
-    area: str | None = None
+    min_side_px: Annotated[int, Field(ge=1, le=MAX_SIDE_PX)] = 1
+    """Shortest side of a source picture that the pipeline takes, px; rows with a shorter one are
+    bad (`data.on_bad_row`)."""
+    max_aspect_ratio: Annotated[float, Field(ge=1, le=MAX_SIDE_PX)] = MAX_SIDE_PX
+    """Largest ratio of the sides of a source picture that the pipeline takes; likewise."""
+    area: Annotated[str, Field(min_length=1)] | None = None
     """The call's argument for the picture's area, px^2, if the pipeline scales `height` and `width`
     to an area; null = it has none."""
     prompt: str = "{words}"
@@ -59,13 +65,12 @@ class Interface(Section):
         return prompt
 
 
-GENERATORS = (
-    "Flux2Pipeline",
-    "QwenImagePipeline",
-    "SanaPipeline",
-    "StableDiffusion3Pipeline",
-    "ZImagePipeline",
+OWN_ARGUMENTS = (
+    *("prompt", "generator", "latents", "height", "width", "num_inference_steps"),
+    *("num_images_per_prompt", "output_type", "return_dict"),
 )
+"""Arguments of a call that the renderer sets itself; the config must not."""
+GENERATORS = ("QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline", "ZImagePipeline")
 INTERFACES: Mapping[str, Interface] = {
     **dict.fromkeys(GENERATORS, Interface(image=None, together="all")),
     "BriaFiboEditPipeline": Interface(
@@ -74,13 +79,17 @@ INTERFACES: Mapping[str, Interface] = {
         max_tokens=3000,
         arguments={"_auto_resize": False},
     ),
-    "Flux2KleinPipeline": Interface(together="group", max_tokens=512, added_tokens=12),
+    "Flux2KleinPipeline": Interface(
+        together="group", max_tokens=512, added_tokens=12, min_side_px=64, max_aspect_ratio=8
+    ),
+    "Flux2Pipeline": Interface(image=None, together="all", min_side_px=64, max_aspect_ratio=8),
     "FluxKontextPipeline": Interface(
         together="all",
         area="max_area",
         tokenizer="tokenizer_2",
         max_tokens=512,
         added_tokens=1,
+        min_side_px=16,
         arguments={"_auto_resize": False},
     ),
     "FluxPipeline": Interface(
@@ -103,7 +112,7 @@ class Config(FrozenModelConfig):
 
     model_path: str = "black-forest-labs/FLUX.2-klein-4B"
     """Hub id, or a local folder as `save_pretrained` writes it (safetensors)."""
-    pipeline: str = "Flux2KleinPipeline"
+    pipeline: Annotated[str, Field(min_length=1)] = "Flux2KleinPipeline"
     """Class of the pipeline: its name in diffusers, or the dotted path of your own class."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Denoising steps; null = the pipeline's default."""
@@ -118,14 +127,23 @@ class Config(FrozenModelConfig):
     interface: Interface = Interface()
     """How the pipeline is called, for a pipeline that is not known; or keys that replace those of a
     known one."""
-    residency: Annotated[Literal["device", "host"], SavesMemory("host")] = "device"
+    residency: Annotated[
+        Literal["device", "host"], SavesMemory("host"), Unread("device", "cpu")
+    ] = "device"
     """Where the weights are. device: always on the GPU. host: in host memory; each call moves one
     part of the pipeline at a time to the GPU (diffusers' `enable_model_cpu_offload`)."""
 
     @property
+    def stock_name(self) -> str:
+        """Name of the pipeline's class in diffusers; '' for a class of the user's own."""
+        if is_dotted_path(self.pipeline) and not self.pipeline.startswith("diffusers."):
+            return ""
+        return self.pipeline.removeprefix("diffusers.").rpartition(".")[2]
+
+    @property
     def call(self) -> Interface:
         """The pipeline's interface, with the keys that `interface` sets."""
-        known = INTERFACES.get(self.pipeline.removeprefix("diffusers."), Interface())
+        known = INTERFACES.get(self.stock_name, Interface())
         own = self.interface.model_dump(exclude_unset=True)
         return Interface(**known.model_dump(exclude_unset=True) | own)
 
@@ -133,6 +151,50 @@ class Config(FrozenModelConfig):
         """The prompt of a call for these words."""
         forms = {"{words}": words, "{json}": json.dumps(words, ensure_ascii=False)}
         return re.sub("{words}|{json}", lambda found: forms[found[0]], self.call.prompt)
+
+
+def call_problems(config: Config, taken: Set[str] | None) -> Iterator[str]:
+    """What the pipeline's call cannot be given, as 'key: what, remedy'. `taken`: names of its
+    arguments; None: unknown, or any."""
+    call, passed = config.call, config.call.arguments | config.arguments
+    if taken is not None and "prompt" not in taken:
+        yield f"pipeline: {config.pipeline} takes no prompt; name one that draws from words"
+        return
+    if config.height_px and not (call.sized and (taken is None or "height" in taken)):
+        yield f"height_px: {config.pipeline} takes no size; drop both sides"
+    given = {"interface.image": call.image, "interface.area": call.area}
+    given |= {f"arguments.{name}": name for name in passed}
+    seen = {*OWN_ARGUMENTS, "self"}
+    for key, name in given.items():
+        if name is None:
+            continue
+        if name in seen:
+            yield f"{key}: the renderer sets {name} itself; drop it"
+        elif taken is not None and name not in taken:
+            hint = nearest(name, sorted(taken - seen))
+            yield f"{key}: {config.pipeline} takes no argument {name!r}; {hint}"
+        seen.add(name)
+
+
+def sources_problem(config: Config, sizes: Sequence[tuple[int, int] | None]) -> str:
+    """Why the pipeline cannot draw from source pictures of these sizes ((width, height), px; None:
+    unknown); '' if it can."""
+    call = config.call
+    if call.image is None:
+        return ""
+    if len(sizes) > call.max_images:
+        return (
+            f"has {len(sizes)} source pictures, and renderer.interface.max_images is "
+            f"{call.max_images}; raise it if {config.pipeline} reads several, or give fewer"
+        )
+    for low, high in map(sorted, filter(None, sizes)):
+        if low < call.min_side_px or high > low * call.max_aspect_ratio:
+            return (
+                f"has a source picture with sides of {low} and {high} px; {config.pipeline} takes "
+                f"at least {call.min_side_px} px, and ratios up to {call.max_aspect_ratio:g}; "
+                "scale or crop it"
+            )
+    return ""
 
 
 def batch_of(config: Config, job: RenderJob) -> tuple[Hashable, int]:

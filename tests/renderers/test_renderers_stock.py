@@ -26,7 +26,7 @@ from tiny_rounding import PICTURE_TOL, apart
 from tiny_stock import make_jobs, make_loop
 
 from rl.api.plugin import Resources
-from rl.api.types import RenderFailure
+from rl.api.types import RenderFailure, UnusableSampleError
 from rl.model_files import model_problems
 from rl.renderers.stock_pipeline import StockPipeline, pipelines
 from rl.renderers.stock_pipeline_config import INTERFACES, Config
@@ -187,12 +187,21 @@ def test_words_are_put_into_the_pipeline_s_prompt(
         ({"height_px": 64}, "height_px, width_px: set both"),
         ({"height_px": 64, "width_px": 70}, "width_px: 70"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
-        ({"arguments": {"image": "x", "output_type": "pil"}}, "arguments: image, output_type"),
+        ({"arguments": {"image": "x"}}, "arguments.image: the renderer"),
+        ({"arguments": {"strenght": 1}}, "arguments.strenght: .*no argument"),
+        ({"interface": {"image": "input_images"}}, "interface.image: .*image, max_seq"),
+        ({"interface": {"image": "prompt"}}, "interface.image: the renderer"),
+        ({"interface": {"area": "max_area"}}, "interface.area: "),
+        ({"pipeline": "DDPMPipeline"}, "pipeline: .*no prompt"),
+        ({"pipeline": "DiffusionPipeline", "arguments": {"any": 1}}, None),
+        ({"pipeline": "StableDiffusionImg2ImgPipeline", "arguments": {"any": 1}}, None),
+        ({"pipeline": "diffusers.AutoencoderKL"}, "pipeline: "),
+        ({"pipeline": "Flux2KleinModularPipeline"}, "pipeline: .*Flux2KleinPipeline"),
         (
             {"pipeline": "FluxKontextPipeline", "interface": {"max_images": 2}},
             "interface.max_images",
         ),
-        ({"arguments": {"num_images_per_prompt": 2}}, "arguments: num_images_per_prompt"),
+        ({"arguments": {"num_images_per_prompt": 2}}, "arguments.num_images_per_prompt: "),
         ({"interface": {"max_images": 2, "together": "all"}}, "interface.max_images: .*together"),
     ],
 )
@@ -202,8 +211,49 @@ def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
     assert problem is None or re.match(problem, found[0])
 
 
-def test_a_pipeline_may_be_named_by_its_module() -> None:
-    assert Config(pipeline="diffusers.Flux2KleinPipeline").call == INTERFACES[KLEIN]
+@pytest.mark.parametrize("module", ["diffusers", "diffusers.pipelines.flux2"])
+def test_a_pipeline_may_be_named_by_its_module(module: str) -> None:
+    assert Config(pipeline=f"{module}.{KLEIN}").call == INTERFACES[KLEIN]
+
+
+class TakesNoImage(Flux2KleinPipeline):
+    def __call__(self, prompt: str, generator: Any, output_type: str) -> Any: ...
+
+
+def test_a_call_that_lacks_an_argument_is_refused_before_weights_are_loaded() -> None:
+    config = Config(model_path="no/weights", pipeline=f"{__name__}.{TakesNoImage.__name__}")
+    with raising(ValueError, "renderer.interface.image: ... 'image'"):
+        StockPipeline(config, Resources(None, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "word"),
+    [
+        ({}, [(64, 512)], ""),
+        ({}, [None], ""),
+        ({}, [(63, 64)], "64 px"),
+        ({}, [(520, 64)], "up to 8"),
+        ({}, [(64, 64)] * 2, "max_images"),
+        ({"interface": {"max_images": 2}}, [(64, 64), (48, 64)], "48 and 64"),
+        ({"interface": {"image": None}}, [(8, 8)], ""),
+        ({"pipeline": "FluxKontextPipeline"}, [(8, 64)], "16 px"),
+        ({"pipeline": "my.own.Pipeline"}, [(8, 8000)], ""),
+    ],
+)
+def test_sources_that_a_pipeline_refuses_are_bad_rows(
+    keys: dict[str, Any], sizes: list[tuple[int, int] | None], word: str
+) -> None:
+    with raising(UnusableSampleError, word):
+        StockPipeline.check_sources(Config(**keys), sizes)
+
+
+@pytest.mark.parametrize("name", tiny_stock.MAKERS)
+def test_the_smallest_source_that_the_check_admits_is_drawn(name: str) -> None:
+    loop, [job, *_] = make_loop(name), make_jobs()
+    low, ratio = loop.config.call.min_side_px, min(8, loop.config.call.max_aspect_ratio)
+    source = make_picture(0).resize((max(low, 8), int(max(low, 8) * ratio)))
+    [(_, drawn)] = loop.render([replace(job, sample=replace(job.sample, sources=(source,)))])
+    assert isinstance(drawn, Image)
 
 
 def test_every_known_pipeline_is_in_diffusers_and_every_known_editor_is_tried() -> None:
@@ -238,6 +288,12 @@ def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
     weights.unlink()
     [problem] = model_problems(StockPipeline.models(config))
     assert holds(problem, "model_path ... lacks vae/diffusion_pytorch_model.safetensors or")
+    shutil.rmtree(tmp_path / "tokenizer")
+    [problem] = model_problems(StockPipeline.models(config))
+    assert holds(problem, "model_path ... lacks tokenizer/tokenizer_config.json, vae/")
+    other = config.model_copy(update={"pipeline": "FluxPipeline"})
+    [problem] = StockPipeline.problems(other, None)  # type: ignore[arg-type]
+    assert holds(problem, "pipeline: ... text_encoder_2, tokenizer_2 ... Flux2KleinPipeline")
     wrong = config.model_copy(update={"pipeline": "no.such.Pipeline"})
     with raising(ValueError, "renderer.pipeline ... no.such"):
         StockPipeline(wrong, Resources(None, "cpu"))
