@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.plugin import ModelFiles
 from rl.config import loading
-from rl.config.loading import FOLDER, MISSING, escaped, not_a_file
+from rl.config.loading import MISSING, escaped, is_folder, not_a_file
 from rl.files import read_object
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 MAX_SHOWN = 200
 CARD_LINE = r"""^(license|license_name):[ \t]*["']?([\w.+-][\w.+ -]*?)["']?[ \t]*$"""
 """A line of a card's front matter that names the licence: (key, value)."""
-HUB_ID = r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*"
+HUB_ID = r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
+"""The owner may be missing: the hub's oldest models have none."""
 KIND_KEYS = ("model_type", "_class_name")
 """Keys that name the kind of model in a config file: transformers', diffusers'."""
 
@@ -186,9 +187,8 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
         if missing := missing_model(key, path):
             yield from missing
             continue
-        is_folder = Path(path).is_dir()
         try:
-            problems = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
+            problems = list((_folder_problems if is_folder(path) else _cached_problems)(parts))
         except OSError as error:
             problems = [f"{error.filename} cannot be read ({error.strerror})"]
         yield from (f"{key}: {problem}" for problem in problems)
@@ -196,9 +196,7 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 
 def missing_model(key: str, path: str) -> list[str]:
     """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
-    why = not_a_file(path) if path else MISSING
-    is_hub_id = re.fullmatch(HUB_ID, path, re.ASCII) is not None
-    if why == FOLDER or (is_hub_id and why == MISSING):
+    if (path and is_folder(path)) or ("/" in path and is_hub_id(path)):
         return []
     path_text = escaped(repr(path), MAX_SHOWN)
     return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]
@@ -369,11 +367,4 @@ def licence_of(path: str) -> tuple[str, str | None]:
 
 def is_hub_id(path: str) -> bool:
     """Whether `path` is a valid id of a hub repository and no local path has this name."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    try:
-        validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return not path.startswith("~") and not Path(path).exists()
+    return re.fullmatch(HUB_ID, path, re.ASCII) is not None and not_a_file(path) == MISSING

@@ -8,32 +8,26 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import DIFFUSERS_SAFETENSORS, SAFETENSORS, ModelCost, ModelFiles
 from rl.api.types import RenderJob, UnusableSampleError
 from rl.config.loading import nearest
 from rl.config.schema import RunConfig
-from rl.files import read_object
-from rl.model_files import cached
 from rl.renderers.diffusion_renderer import (
+    INDEX,
+    PATCH_PX,
     DiffusionRenderer,
     HubParameters,
     LoopAndLoader,
+    file_of,
     shape_of,
 )
-from rl.renderers.stock_pipeline_config import (
-    PATCH_PX,
-    Config,
-    batch_of,
-    call_problems,
-    sources_problem,
-)
+from rl.renderers.stock_pipeline_config import Config, batch_of, call_problems, sources_problem
 
 KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
 """Shape of FLUX.2-klein-4B's transformer; memory of other hub ids is estimated from it."""
-INDEX = "model_index.json"
 FILES = {
     "Scheduler": ("scheduler_config.json",),
     "Tokenizer": ("tokenizer_config.json",),
@@ -50,7 +44,6 @@ class StockPipeline(DiffusionRenderer[Config]):
     source pictures are its `image` (docs/any-editor.md)."""
 
     accepts = "text"
-    side_multiple_px = PATCH_PX
     hub_parameters: ClassVar[HubParameters] = {
         "black-forest-labs/FLUX.2-klein-4B": {
             "text_encoder": 4.022e9,
@@ -85,7 +78,7 @@ class StockPipeline(DiffusionRenderer[Config]):
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
         models = [cls.part(config, "", config=INDEX, weights=())]
-        for name, part in index_of(config).items():
+        for name, part in file_of(config, INDEX).items():
             if isinstance(part, list) and len(part) == 2 and all(part) and name[0] != "_":
                 models.append(cls.part_of(config, name, *part))
         return models
@@ -107,7 +100,11 @@ class StockPipeline(DiffusionRenderer[Config]):
         if name and known and not methods:
             hint = nearest(name, sorted(known))
             yield f"pipeline: no pipeline {config.pipeline!r} in diffusers; {hint}"
-        made, called, index = methods.get("__init__"), methods.get("__call__"), index_of(config)
+        made, called, index = (
+            methods.get("__init__"),
+            methods.get("__call__"),
+            file_of(config, INDEX),
+        )
         needed = made.args[1 : -len(made.defaults) or None] if made and index else []
         lacking = ", ".join(each.arg for each in needed if each.arg not in index)
         if lacking and index.get("_class_name") != name:  # which may do without optional ones
@@ -123,12 +120,6 @@ class StockPipeline(DiffusionRenderer[Config]):
                 "interface.max_images: a call for several samples passes one source picture of "
                 "each; set interface.together to 'group' or 'one'"
             )
-
-    @classmethod
-    def part_names(cls, config: Config) -> Sequence[str]:
-        if config.model_path in cls.hub_parameters:
-            return list(cls.hub_parameters[config.model_path])
-        return [model.subfolder for model in cls.models(config) if model.weights]
 
     @classmethod
     def cost(cls, config: Config) -> ModelCost:
@@ -148,14 +139,6 @@ class StockPipeline(DiffusionRenderer[Config]):
 
 
 # ---- what is known before a model is loaded ------------------------------------------------------
-
-
-def index_of(config: Config) -> dict[str, Any]:
-    """The model's list of parts, from its folder or the hub's cache; {} if neither has it."""
-    file = Path(config.model_path, INDEX)
-    if not file.parent.is_dir():
-        file = cached(config.model_path, INDEX, config.revision) or file
-    return (read_object(file) or {}) if file.is_file() else {}
 
 
 @cache

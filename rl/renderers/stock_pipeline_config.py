@@ -13,9 +13,7 @@ from rl.api.plugin import Count, FrozenModelConfig, SavesMemory
 from rl.api.types import RenderJob
 from rl.config.loading import is_dotted_path, nearest
 from rl.config.schema import MAX_SIDE_PX, Section, Unread
-
-PATCH_PX = 16
-"""Most transformers have one token per 16x16 px."""
+from rl.renderers.diffusion_renderer import Side
 
 
 class Interface(Section):
@@ -116,10 +114,10 @@ class Config(FrozenModelConfig):
     """Class of the pipeline: its name in diffusers, or the dotted path of your own class."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Denoising steps; null = the pipeline's default."""
-    height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
+    height_px: Side | None = None
     """Picture height, px, a multiple of 16; null = the pipeline chooses: an editor usually takes
     the source picture's."""
-    width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
+    width_px: Side | None = None
     """Picture width, px, as for height_px."""
     arguments: dict[str, Any] = {}
     """Further arguments of each call (guidance_scale, negative_prompt, strength, ...), as the
@@ -136,9 +134,8 @@ class Config(FrozenModelConfig):
     @property
     def stock_name(self) -> str:
         """Name of the pipeline's class in diffusers; '' for a class of the user's own."""
-        if is_dotted_path(self.pipeline) and not self.pipeline.startswith("diffusers."):
-            return ""
-        return self.pipeline.removeprefix("diffusers.").rpartition(".")[2]
+        is_stock = self.pipeline.startswith("diffusers.") or not is_dotted_path(self.pipeline)
+        return self.pipeline.rpartition(".")[2] if is_stock else ""
 
     @property
     def call(self) -> Interface:
@@ -156,24 +153,20 @@ class Config(FrozenModelConfig):
 def call_problems(config: Config, taken: Set[str] | None) -> Iterator[str]:
     """What the pipeline's call cannot be given, as 'key: what, remedy'. `taken`: names of its
     arguments; None: unknown, or any."""
-    call, passed = config.call, config.call.arguments | config.arguments
-    if taken is not None and "prompt" not in taken:
-        yield f"pipeline: {config.pipeline} takes no prompt; name one that draws from words"
-        return
-    if config.height_px and not (call.sized and (taken is None or "height" in taken)):
-        yield f"height_px: {config.pipeline} takes no size; drop both sides"
-    given = {"interface.image": call.image, "interface.area": call.area}
-    given |= {f"arguments.{name}": name for name in passed}
-    seen = {*OWN_ARGUMENTS, "self"}
-    for key, name in given.items():
-        if name is None:
-            continue
-        if name in seen:
-            yield f"{key}: the renderer sets {name} itself; drop it"
-        elif taken is not None and name not in taken:
-            hint = nearest(name, sorted(taken - seen))
-            yield f"{key}: {config.pipeline} takes no argument {name!r}; {hint}"
-        seen.add(name)
+    call, name = config.call, config.pipeline
+    interface = set(filter(None, (call.image, call.area)))
+    arguments = {*call.arguments, *config.arguments}
+    taken = {"prompt", "height", *interface, *arguments} if taken is None else taken
+    if "prompt" not in taken:
+        yield f"pipeline: {name} takes no prompt; name one that draws from words"
+    if config.height_px and not (call.sized and "height" in taken):
+        yield f"height_px: {name} takes no size; drop both sides"
+    free = taken - {*OWN_ARGUMENTS, "self"}
+    for key, given in (("interface", interface), ("arguments", arguments)):
+        for wrong in sorted(given - free):
+            hint = nearest(wrong, sorted(free))
+            yield f"{key}: {wrong!r} is no argument of {name}, or the renderer sets it; {hint}"
+        free -= given
 
 
 def sources_problem(config: Config, sizes: Sequence[tuple[int, int] | None]) -> str:
