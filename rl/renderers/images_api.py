@@ -109,10 +109,13 @@ class PictureRequest(Request):
         """The picture in an answer. Raises UnreadableReplyError."""
         answer = parsed(body)
         try:
-            data = b64decode(answer["data"][0]["b64_json"], validate=True)
-            picture = over_white(open_picture(BytesIO(data), FORMATS))
+            data = b64decode(answer["data"][0]["b64_json"].rpartition(",")[2])  # or a data: URL
+            picture = open_picture(BytesIO(data), FORMATS)
+            if picture.mode[0] in "IF":  # Pillow would make most of it white
+                raise ValueError("greys of more than 8 bits")
+            picture = over_white(picture)
         except Exception as error:  # Pillow's errors share no base class
-            what = f"no picture in data[0].b64_json, {type(error).__name__}"
+            what = f"no picture in data[0].b64_json, {type(error).__name__}: {error}"
             raise UnreadableReplyError(what) from None
         return Chat(picture, None, tokens_of(answer, "input_tokens", "output_tokens"))
 

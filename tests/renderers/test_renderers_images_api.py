@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import textwrap
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -145,6 +147,7 @@ def test_a_request_without_a_picture_is_sent_again(name: str) -> None:
         ([], raw(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (2**26 + 1)), "longer than 67108864 bytes"),
         ([], Fault(500), "outage: no answer for 2 s"),
         ([], SILENCE, "timeout"),
+        ([], Fault(body=body_of(Image.new("I;16", (9, 9)))), "greys of more than 8 bits"),
     ],
 )
 def test_a_server_without_pictures_leaves_them_ungraded(
@@ -154,6 +157,15 @@ def test_a_server_without_pictures_leaves_them_ungraded(
         [outcome], _ = outcomes_of([job_of("a")], server, max_attempts=2, timeout_s=2.0)
     assert isinstance(outcome, RenderFailure) and outcome.blame == "renderer"
     assert holds(outcome.reason, reason)
+
+
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+def test_base64_may_have_line_ends_or_be_in_a_data_url(prefix: str) -> None:
+    [answer] = json.loads(body_of(PICTURE))["data"]
+    lines = "\n".join(textwrap.wrap(answer["b64_json"], 76))
+    body = json.dumps({"data": [{"b64_json": prefix + lines}]})
+    with ImagesServer(always=Fault(body=body)) as server:
+        assert outcomes_of([job_of("a")], server)[0] == [PICTURE]
 
 
 def test_an_echoed_key_is_written_nowhere(
