@@ -98,8 +98,7 @@ class StockPipeline(DiffusionRenderer[Config]):
         call, name, known = config.call, config.stock_name, pipelines()
         methods = methods_of(name, known[name]) if name in known else {}
         if name and known and not methods:
-            hint = nearest(name, sorted(known))
-            yield f"pipeline: no pipeline {config.pipeline!r} in diffusers; {hint}"
+            yield f"pipeline: no {config.pipeline!r} in diffusers; {nearest(name, sorted(known))}"
         made, called, index = (
             methods.get("__init__"),
             methods.get("__call__"),

@@ -214,8 +214,9 @@ class StockLoop(DiffusionLoop[Config, Any]):
             )
         if reason := self._batch_problem(jobs, alone, most_apart):
             self.config = self.config.model_copy(update={"batch_size": 1})
-            text = "renderer diffusers: %s draws pictures one by one, because a batch %s"
-            logger.warning(text, name, reason)
+            logger.warning(
+                "renderer diffusers: %s draws pictures one by one, because a batch %s", name, reason
+            )
 
     def _batch_problem(
         self, jobs: Mapping[str, RenderJob], alone: Mapping[str, torch.Tensor], most_apart: float
