@@ -17,7 +17,7 @@ from rl.api.types import RenderJob
 from rl.config.loading import is_folder
 from rl.config.schema import MAX_SIDE_PX, RunConfig, Section
 from rl.files import read_object
-from rl.model_files import cached, num_parameters
+from rl.model_files import file_here, num_parameters
 from rl.ranks.dist import resolve_device
 
 if TYPE_CHECKING:
@@ -111,10 +111,8 @@ def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
 def file_of(config: FrozenModelConfig, name: str) -> dict[str, Any]:
     """The JSON object in a file of the model's folder, or of the hub's cache; {} if there is none
     here."""
-    file: Path | None = Path(config.model_path, name)
-    if not is_folder(config.model_path):
-        file = cached(config.model_path, name, config.revision)
-    return (read_object(file) or {}) if file and file.is_file() else {}
+    file = file_here(config.model_path, name, config.revision)
+    return (read_object(file) or {}) if file else {}
 
 
 # ---- scheduling ----------------------------------------------------------------------------------
