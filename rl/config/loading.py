@@ -221,8 +221,8 @@ def _nearest_key(model: type[BaseModel], loc: Sequence[str], at: str) -> str:
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     fields = section.model_fields if section else {}
     open_keys = [key for key, field in fields.items() if field.annotation == dict[str, Any]]
-    passed_on = [".".join([at, *loc[:-1], key, name]) for key in open_keys]
-    return "; to pass it on as it is, set ".join([nearest(name, list(fields)), *passed_on])
+    hints = [nearest(name, list(fields)), *(".".join([at, *loc[:-1], k, name]) for k in open_keys)]
+    return "; to pass it on as it is, set ".join(hints)
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -146,9 +146,11 @@ def pipelines() -> dict[str, Path]:
     installed."""
     spec = importlib.util.find_spec("diffusers")
     files = Path(spec.origin).parent.glob("pipelines/**/*.py") if spec and spec.origin else ()
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
-    found = {file: re.findall(r"\nclass (\w+Pipeline)\(", text) for file, text in texts.items()}
-    return {name: file for file, names in found.items() for name in names}
+    return {
+        name: file
+        for file in files
+        for name in re.findall(r"\nclass (\w+Pipeline)\(", file.read_text(encoding="utf-8"))
+    }
 
 
 def methods_of(pipeline: str, file: Path) -> dict[str, ast.arguments]:

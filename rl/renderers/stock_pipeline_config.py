@@ -173,12 +173,11 @@ def sources_problem(config: Config, sizes: Sequence[tuple[int, int] | None]) -> 
             f"has {len(sizes)} source pictures, and renderer.interface.max_images is "
             f"{call.max_images}; raise it if {config.pipeline} reads several, or give fewer"
         )
-    for low, high in map(sorted, filter(None, sizes)):
-        if low < call.min_side_px or high > low * call.max_aspect_ratio:
+    for size in filter(None, sizes):
+        if min(size) < call.min_side_px or max(size) > call.max_aspect_ratio * min(size):
             return (
-                f"has a source picture with sides of {low} and {high} px; {config.pipeline} takes "
-                f"at least {call.min_side_px} px, and ratios up to {call.max_aspect_ratio:g}; "
-                "scale or crop it"
+                f"has a source picture of {size} px; {config.pipeline} takes sides of at least "
+                f"{call.min_side_px} px, up to {call.max_aspect_ratio:g} : 1; scale or crop it"
             )
     return ""
 

@@ -91,7 +91,7 @@ def test_a_bad_row_is_found_by_check_and_start_whatever_reads_it(folder: Path, c
 def test_a_source_that_the_renderer_refuses_is_a_bad_row(folder: Path) -> None:
     """FLUX.2 takes sides of at least 64 px."""
     problems = report_of(folder, GOOD, config="tiny_stock_editor").problems
-    assert [holds(problem, "row 1: ... 32 and 32 px") for problem in problems] == [True, True]
+    assert [holds(problem, "row 1: ... (32, 32) px") for problem in problems] == [True, True]
 
 
 def test_a_missing_column_split_or_file_of_a_local_data_set_is_found(folder: Path) -> None:
