@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -180,34 +179,33 @@ def test_words_are_put_into_the_pipeline_s_prompt(
 
 
 @pytest.mark.parametrize(
-    ("keys", "problem"),
+    ("keys", "parts"),
     [
-        ({"pipeline": "Flux2KlienPipeline"}, "pipeline: .*Flux2KleinPipeline"),
+        ({"pipeline": "Flux2KlienPipeline"}, "pipeline: ... Flux2KleinPipeline"),
         ({"pipeline": "my.own.Pipeline"}, None),
         ({"height_px": 64}, "height_px, width_px: set both"),
         ({"pipeline": "LongCatImageEditPipeline", "height_px": 64, "width_px": 64}, "height_px"),
         ({"arguments": {"image": "x"}}, "arguments: 'image'"),
         ({"arguments": {"strenght": 1}}, "arguments: 'strenght'"),
-        ({"interface": {"image": "input_images"}}, "interface: 'input_images' .* image, max_seq"),
+        ({"interface": {"image": "input_images"}}, "interface: 'input_images' ... image, max_seq"),
         ({"interface": {"image": "prompt"}}, "interface: 'prompt'"),
         ({"interface": {"area": "max_area"}}, "interface: 'max_area'"),
-        ({"pipeline": "DDPMPipeline", "interface": {"image": None}}, "pipeline: .*no prompt"),
+        ({"pipeline": "DDPMPipeline", "interface": {"image": None}}, "pipeline: ... no prompt"),
         ({"pipeline": "DiffusionPipeline", "arguments": {"any": 1}}, None),
         ({"pipeline": "StableDiffusionImg2ImgPipeline", "arguments": {"any": 1}}, None),
         ({"pipeline": "diffusers.AutoencoderKL"}, "pipeline: "),
-        ({"pipeline": "Flux2KleinModularPipeline"}, "pipeline: .*Flux2KleinPipeline"),
+        ({"pipeline": "Flux2KleinModularPipeline"}, "pipeline: ... Flux2KleinPipeline"),
         (
             {"pipeline": "FluxKontextPipeline", "interface": {"max_images": 2}},
             "interface.max_images",
         ),
         ({"arguments": {"num_images_per_prompt": 2}}, "arguments: 'num_images_per_prompt'"),
-        ({"interface": {"max_images": 2, "together": "all"}}, "interface.max_images: .*together"),
+        ({"interface": {"max_images": 2, "together": "all"}}, "interface.max_images: ... together"),
     ],
 )
-def test_a_config_s_problems(keys: dict[str, Any], problem: str | None) -> None:
-    found = list(StockPipeline.problems(Config(**keys), None))  # type: ignore[arg-type]
-    assert len(found) == (problem is not None)
-    assert problem is None or re.match(problem, found[0])
+def test_a_config_s_problems(keys: dict[str, Any], parts: str | None) -> None:
+    problems = StockPipeline.problems(Config(**keys), None)  # type: ignore[arg-type]
+    assert [holds(each, parts or "") for each in problems] == [True] * (parts is not None)
 
 
 @pytest.mark.parametrize("module", ["diffusers", "diffusers.pipelines.flux2"])
@@ -215,13 +213,9 @@ def test_a_pipeline_may_be_named_by_its_module(module: str) -> None:
     assert Config(pipeline=f"{module}.{KLEIN}").call == INTERFACES[KLEIN]
 
 
-class TakesNoImage(Flux2KleinPipeline):
-    def __call__(self, prompt: str, generator: Any, output_type: str) -> Any: ...
-
-
 def test_a_call_that_lacks_an_argument_is_refused_before_weights_are_loaded() -> None:
-    config = Config(model_path="no/weights", pipeline=f"{__name__}.{TakesNoImage.__name__}")
-    with raising(ValueError, "renderer.interface: 'image'"):
+    config = Config(model_path="no/weights", pipeline="DDPMPipeline")
+    with raising(ValueError, "renderer.pipeline: ... no prompt"):
         StockPipeline(config, Resources(None, "cpu"))
 
 
@@ -285,14 +279,14 @@ def test_a_folder_is_loaded_by_its_class(tmp_path: Path) -> None:
     shutil.copy(weights, weights.with_suffix(".fp16.safetensors"))
     assert StockPipeline.part_sizes(config) == sizes
     weights.unlink()
-    [problem] = model_problems(StockPipeline.models(config))
-    assert holds(problem, "model_path ... lacks vae/diffusion_pytorch_model.safetensors or")
     shutil.rmtree(tmp_path / "tokenizer")
-    [problem] = model_problems(StockPipeline.models(config))
-    assert holds(problem, "model_path ... lacks tokenizer/tokenizer_config.json, vae/")
+    found = model_problems(StockPipeline.models(config))
+    lacking = "tokenizer/tokenizer_config.json, vae/diffusion_pytorch_model.safetensors or"
+    assert [holds(each, f"model_path ... lacks {lacking}") for each in found] == [True]
     other = config.model_copy(update={"pipeline": "FluxPipeline"})
-    [problem] = StockPipeline.problems(other, None)  # type: ignore[arg-type]
-    assert holds(problem, "pipeline: ... text_encoder_2, tokenizer_2 ... Flux2KleinPipeline")
+    found = StockPipeline.problems(other, None)  # type: ignore[arg-type]
+    parts = "pipeline: ... text_encoder_2, tokenizer_2 ... Flux2KleinPipeline"
+    assert [holds(each, parts) for each in found] == [True]
     wrong = config.model_copy(update={"pipeline": "no.such.Pipeline"})
     with raising(ValueError, "renderer.pipeline ... no.such"):
         StockPipeline(wrong, Resources(None, "cpu"))
