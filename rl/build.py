@@ -405,6 +405,14 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
     data, renderer, policy = resolved.config.data, resolved.renderer, resolved.policy
     template = renderer.cls.prompt_template(renderer.config)
     max_pictures = template.max_pictures if template else policy.cls.max_sources
+    row_check = policy.cls.row_check(
+        policy.config, template, resolved.config.sampling.max_completion_tokens
+    )
+
+    def check(*sample: Any) -> bool:
+        renderer.cls.check_sources(renderer.config, sample[2])
+        return row_check is None or row_check(*sample)
+
     checked = {}
     with suppress(OSError):
         # The variable may be inherited from an older start, whose file is gone; then the ranks
@@ -417,9 +425,7 @@ def row_rules(resolved: Resolved, opens: int | None = None) -> RowRules:
         MAX_IMAGE_SIDE_PX,
         max_pictures,
         renderer.cls.reads_transparency,
-        policy.cls.row_check(
-            policy.config, template, resolved.config.sampling.max_completion_tokens
-        ),
+        check,
         [
             partial(plugin.cls.check_sample, plugin.config)
             for name, plugin in resolved.rewards.items()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.plugin import ModelFiles
 from rl.config import loading
-from rl.config.loading import FOLDER, MISSING, escaped, not_a_file
+from rl.config.loading import MISSING, escaped, is_folder, not_a_file
 from rl.files import read_object
 
 if TYPE_CHECKING:
@@ -171,6 +171,8 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 MAX_SHOWN = 200
 CARD_LINE = r"""^(license|license_name):[ \t]*["']?([\w.+-][\w.+ -]*?)["']?[ \t]*$"""
 """A line of a card's front matter that names the licence: (key, value)."""
+HUB_ID = r"(?!.*(--|\.\.|\.git$))(?=.{1,96}$)(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
+"""The owner may be missing: the hub's oldest models have none."""
 KIND_KEYS = ("model_type", "_class_name")
 """Keys that name the kind of model in a config file: transformers', diffusers'."""
 
@@ -185,9 +187,8 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
         if missing := missing_model(key, path):
             yield from missing
             continue
-        is_folder = Path(path).is_dir()
         try:
-            problems = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
+            problems = list(_wrong_kinds(parts)) or list(_folder_problems(parts))
         except OSError as error:
             problems = [f"{error.filename} cannot be read ({error.strerror})"]
         yield from (f"{key}: {problem}" for problem in problems)
@@ -195,9 +196,7 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 
 def missing_model(key: str, path: str) -> list[str]:
     """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
-    why = not_a_file(path) if path else MISSING
-    is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
-    if why == FOLDER or (is_hub_id and why == MISSING):
+    if (path and is_folder(path)) or ("/" in path and is_hub_id(path)):
         return []
     path_text = escaped(repr(path), MAX_SHOWN)
     return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]
@@ -209,38 +208,35 @@ def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
         from huggingface_hub import constants
     except ImportError:
         return None
-    if not Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--")).is_dir():
+    folder = Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--"))
+    if not (is_hub_id(repo_id) and folder.is_dir()):
         return None  # checked without the slow import below
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        cached_path = try_to_load_from_cache(repo_id, name, revision=revision)
-    except HFValidationError:
-        return None
+    cached_path = try_to_load_from_cache(repo_id, name, revision=revision)
     return Path(cached_path) if isinstance(cached_path, str) else None
 
 
-def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
-    """Check cached config files only: weights that are not cached are downloaded later."""
+def file_here(path: str, name: str, revision: str | None = None) -> Path | None:
+    """A model's file in its folder or in the hub's cache; None if it is in neither."""
+    file = Path(path, name)
+    return file if file.is_file() else cached(path, name, revision)
+
+
+def _wrong_kinds(parts: Iterable[ModelFiles]) -> Iterator[str]:
     for part in parts:
-        file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
-        if file is not None:
-            problem = _wrong_kind(part, read_object(file), f"{part.path} ({file})")
-            if problem:
-                yield problem
-                return
+        file = file_here(part.path, os.path.join(part.subfolder, part.config), part.revision)
+        if file and (problem := _wrong_kind(part, read_object(file), f"{part.path} ({file})")):
+            yield problem
+            return
 
 
 def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
+    """Missing and damaged files; of a hub id none, because they are downloaded later."""
     lacking: list[str] = []
     damaged: list[str] = []
-    for part in parts:
+    for part in (part for part in parts if is_folder(part.path)):
         folder = Path(part.path, part.subfolder)
-        file = folder / part.config
-        if file.is_file() and (problem := _wrong_kind(part, read_object(file), str(file))):
-            yield problem
-            return
         weights = _weights_files(part, folder)
         config = [(part.config,)] if part.config_required else []
         for names in (*config, *part.files, *weights):
@@ -358,7 +354,7 @@ def licence_of(path: str) -> tuple[str, str | None]:
     Makes no network request, and needs no package beside this one's own."""
     text = ""
     with suppress(OSError):  # there is no card, or it cannot be read
-        card = Path(path, "README.md") if os.path.isdir(path) else cached(path, "README.md")
+        card = file_here(path, "README.md")
         text = card.read_text("utf-8", "replace") if card else ""
     front = re.match(r"---\n(.*?\n)---", text, re.DOTALL)
     stated = dict(re.findall(CARD_LINE, front[1] if front else "", re.MULTILINE | re.ASCII))
@@ -368,11 +364,4 @@ def licence_of(path: str) -> tuple[str, str | None]:
 
 def is_hub_id(path: str) -> bool:
     """Whether `path` is a valid id of a hub repository and no local path has this name."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    try:
-        validate_repo_id(path)
-    except HFValidationError:
-        return False
-    return not path.startswith("~") and not Path(path).exists()
+    return re.fullmatch(HUB_ID, path, re.ASCII) is not None and not_a_file(path) == MISSING

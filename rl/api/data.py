@@ -35,8 +35,8 @@ class RowRules:
     """A row with more source pictures than this is bad; None: no limit."""
     keeps_transparency: bool = False
     """True: a transparent source picture stays RGBA. False: it is composited onto white."""
-    check: RowCheck | None = None
-    """Raises UnusableSampleError for a row whose prompt the policy would refuse; None: unknown."""
+    check: RowCheck = lambda *sample: True
+    """Raises UnusableSampleError for a row that the policy or the renderer would refuse."""
     sample_checks: Sequence[Callable[[Sample], None]] = ()
     """Each raises UnusableSampleError for a row that a reward could never grade."""
     opens: int | None = None

@@ -55,6 +55,11 @@ class Renderer(ModelRunner[ConfigT]):
         """Whether it edits with this section; by default, what `needs_source` says."""
         return cls.needs_source
 
+    @classmethod
+    def check_sources(cls, config: ConfigT, sizes: Sequence[tuple[int, int] | None]) -> None:
+        """Raises UnusableSampleError if it cannot draw from source pictures of these sizes
+        ((width, height), px; None: unknown). Called for each row before a model is loaded."""
+
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """Prepare a user's own samples for the policy. If the policy reads codes, this scales each
         picture to about `area_px` and encodes it. Called outside of training."""

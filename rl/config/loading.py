@@ -211,7 +211,7 @@ def key_named(model: type[BaseModel], name: str, at: str = "") -> str:
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str], at: str) -> str:
     """Suggests a section that has this very key, else TRL's name for one, else the nearest key of
-    the same section."""
+    the same section, and its keys whose values are passed on as they are."""
     name = loc[-1][:MAX_SHOWN]
     if name in TRL_NAMES:
         return f"TRL's {name} is {TRL_NAMES[name]!r} here (docs/coming-from.md)"
@@ -219,7 +219,10 @@ def _nearest_key(model: type[BaseModel], loc: Sequence[str], at: str) -> str:
     if keys:
         return f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
-    return nearest(name, list(section.model_fields) if section else [])
+    fields = section.model_fields if section else {}
+    open_keys = [key for key, field in fields.items() if field.annotation == dict[str, Any]]
+    hints = [nearest(name, list(fields)), *(".".join([at, *loc[:-1], k, name]) for k in open_keys)]
+    return "; to pass it on as it is, set ".join(hints)
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -67,6 +67,8 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _locate(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [cls._locate(each) for each in value]
         if not isinstance(value, str):
             return value
         if "\0" in value:

@@ -172,7 +172,7 @@ class TokenisedEdits(CheckedSource[Config]):
         file = self._files[index]
         if self._rules.opens is None:
             sample = self._read(file)
-            self._fits(sample.id, sample.instruction, (), sample.source_codes)
+            self._rules.check(sample.id, sample.instruction, (), sample.source_codes)
         elif why := not_a_file(file):
             raise BadRowError(f"{file}: {why}")
 

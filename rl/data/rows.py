@@ -366,10 +366,6 @@ class CheckedSource(DataSource[ConfigT]):
         message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
         return f"{self._place(index)}: {excerpt(message, MAX_SHOWN)}"
 
-    def _fits(self, *sample: Any) -> bool:
-        """Whether the prompt of a sample (see `RowCheck`) is known to be possible."""
-        return self._rules.check is None or self._rules.check(*sample)
-
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -479,7 +475,7 @@ class RowsSource(CheckedSource[ConfigT]):
         if key in self._row_of_id:
             first = self._table.numbers[self._row_of_id[key]]
             raise UnusableError(f"id {sample.id!r} is already that of row {first}")
-        self._num_uncounted += not self._fits(sample.id, sample.instruction, sizes, None)
+        self._num_uncounted += not self._rules.check(sample.id, sample.instruction, sizes, None)
         for check in self._rules.sample_checks:
             check(sample)
         self._row_of_id[key] = index

@@ -107,11 +107,11 @@ def _is_address(text: str) -> bool:
 
 def _normalise(url: str, where: str, section: str) -> str:
     url = url if "://" in url else f"http://{url}"
-    if re.search(r"[?#@]", url.partition("://")[2]):
+    if re.search(r"[?#@\s]", url.partition("://")[2]):
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
-            f"{section}.api_base must be a plain URL without user, password or query: keys come "
-            f"from the environment variable that {section}.api_key_env names"
+            f"{section}.api_base must be a plain URL without user, password, query or space: keys "
+            f"come from the environment variable that {section}.api_key_env names"
         )
     try:
         parts = urlsplit(url)

@@ -22,7 +22,7 @@ from rl.model_files import (
     ADAPTER_CONFIG,
     Base,
     align_weights,
-    cached,
+    file_here,
     fingerprint,
     is_hub_id,
     model_problems,
@@ -56,12 +56,10 @@ def local_folder(path: str, revision: str | None = None, patterns: list[str] | N
 def folder_here(path: str, revision: str | None, names: Iterable[Sequence[str]]) -> Path | None:
     """The folder of a model's files, `path` itself or in the local cache, if it has one file of
     each of `names`; no other machine is asked."""
-
-    def find(name: str) -> Path | None:
-        file = Path(path, name)
-        return file if file.is_file() else cached(path, name, revision)
-
-    files = [next(filter(None, map(find, kinds)), None) for kinds in names]
+    files = [
+        next(filter(None, (file_here(path, name, revision) for name in kinds)), None)
+        for kinds in names
+    ]
     return files[0].parent if files[0] is not None and all(files) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -14,9 +14,10 @@ from typing_extensions import TypeVar
 from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
-from rl.config.schema import RunConfig, Section
-from rl.files import row_of
-from rl.model_files import num_parameters
+from rl.config.loading import is_folder
+from rl.config.schema import MAX_SIDE_PX, RunConfig, Section
+from rl.files import read_object
+from rl.model_files import file_here, num_parameters
 from rl.ranks.dist import resolve_device
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 # Base class of the renderer plugins for diffusers pipelines.
 
 ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig, default=FrozenModelConfig)
+INDEX = "model_index.json"
+PATCH_PX = 16
+"""Most transformers have one token per 16x16 px."""
+Side = Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX, multiple_of=PATCH_PX)]
 HubParameters = Mapping[str, Mapping[str, float]]
 """Hub id -> part -> parameters on the device."""
 LoopAndLoader = tuple[Any, Callable[[Any, str], Any]]
@@ -37,8 +42,6 @@ LoopAndLoader = tuple[Any, Callable[[Any, str], Any]]
 class DiffusionRenderer(Renderer[ConfigT]):
     """A subclass names the pipeline's parts and loads the render loop."""
 
-    side_multiple_px: ClassVar[int]
-    """Sides of a fixed picture size are multiples of this."""
     hub_parameters: ClassVar[HubParameters]
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
@@ -66,14 +69,8 @@ class DiffusionRenderer(Renderer[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> Iterator[str]:
-        unit = cls.side_multiple_px
-        sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
-        stated = {key: side for key, side in sides.items() if side is not None}
-        if len(stated) == 1:
+        if [getattr(config, key) for key in ("height_px", "width_px")].count(None) == 1:
             yield "height_px, width_px: set both for a fixed size, or neither"
-        for key, side in stated.items():
-            if side % unit:
-                yield f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"
 
     @classmethod
     def part(cls, section: ConfigT, subfolder: str, *kinds: str, **more: Any) -> ModelFiles:
@@ -81,11 +78,6 @@ class DiffusionRenderer(Renderer[ConfigT]):
         origin = {"subfolder": subfolder, "revision": section.revision}
         options: dict[str, Any] = {"weights": DIFFUSERS_SAFETENSORS, **origin, **more}
         return ModelFiles("model_path", section.model_path, frozenset(kinds), **options)
-
-    @classmethod
-    def part_names(cls, config: ConfigT) -> Sequence[str]:
-        """Subfolders of the models that are on the device."""
-        return ("transformer", "vae")
 
     @classmethod
     def is_on_device(cls, parameter: str) -> bool:
@@ -96,11 +88,12 @@ class DiffusionRenderer(Renderer[ConfigT]):
     def part_sizes(cls, config: ConfigT) -> dict[str, float]:
         """Parameters per part on the device, from `hub_parameters` or from a local folder's
         safetensors headers; {} for other hub ids."""
-        folder, parts = Path(config.model_path), cls.part_names(config)
-        if folder.is_dir():
+        parts = [model.subfolder for model in cls.models(config) if model.weights]
+        if is_folder(config.model_path):
+            folder = Path(config.model_path)
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
-        counts = cls.hub_parameters.get(config.model_path)
-        return {part: counts[part] for part in parts} if counts else {}
+        counts = cls.hub_parameters.get(config.model_path, {})
+        return {part: counts[part] for part in counts if part in parts or not parts}
 
 
 def shape_of(config: FrozenModelConfig, hub_shape: Mapping[str, int]) -> tuple[int, int]:
@@ -110,12 +103,16 @@ def shape_of(config: FrozenModelConfig, hub_shape: Mapping[str, int]) -> tuple[i
 
 
 def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
-    """An integer from a local folder's transformer config; None if there is no such integer."""
-    file = Path(config.model_path, "transformer", "config.json")
-    if not file.is_file():
-        return None
-    value = (row_of(file.read_bytes()) or {}).get(name)
+    """An integer from the transformer's config; None if it is not here, or states none."""
+    value = file_of(config, "transformer/config.json").get(name)
     return value if isinstance(value, int) else None
+
+
+def file_of(config: FrozenModelConfig, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the model's folder, or of the hub's cache; {} if there is none
+    here."""
+    file = file_here(config.model_path, name, config.revision)
+    return (read_object(file) or {}) if file else {}
 
 
 # ---- scheduling ----------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Config(PluginConfig):
 
     api_base: str | list[str]
     """URL with or without /v1, or a file that holds one. Several URLs must serve the same model."""
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """Model name sent with every request."""
     api_key_env: str = ""
     """NAME of the environment variable that holds the key ('' = no key)."""
@@ -109,10 +109,13 @@ class PictureRequest(Request):
         """The picture in an answer. Raises UnreadableReplyError."""
         answer = parsed(body)
         try:
-            data = b64decode(answer["data"][0]["b64_json"], validate=True)
-            picture = over_white(open_picture(BytesIO(data), FORMATS))
+            data = b64decode(answer["data"][0]["b64_json"].rpartition(",")[2])  # or a data: URL
+            picture = open_picture(BytesIO(data), FORMATS)
+            if picture.mode[0] in "IF":  # Pillow would make most of it white
+                raise ValueError("greys of more than 8 bits")
+            picture = over_white(picture)
         except Exception as error:  # Pillow's errors share no base class
-            what = f"no picture in data[0].b64_json, {type(error).__name__}"
+            what = f"no picture in data[0].b64_json, {type(error).__name__}: {error}"
             raise UnreadableReplyError(what) from None
         return Chat(picture, None, tokens_of(answer, "input_tokens", "output_tokens"))
 
@@ -196,8 +199,10 @@ class ImagesApi(Renderer[Config]):
             yield str(error).removeprefix(f"{SECTION}.")
         if (config.height_px is None) != (config.width_px is None):
             yield "height_px: give both height_px and width_px, or neither"
-        if fixed := sorted({"prompt", "image", "image[]"} & config.extra.keys()):
+        if fixed := sorted({"prompt", "image", "image[]", "n", "stream"} & config.extra.keys()):
             yield f"extra: {', '.join(fixed)}: set by the run itself; drop it"
+        if config.extra.get("response_format") not in (None, "b64_json"):
+            yield "extra.response_format: pictures are read as b64_json only; drop it"
         if run.pool:
             yield "type: a server draws the pictures; drop render_pool"
 

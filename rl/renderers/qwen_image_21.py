@@ -9,8 +9,8 @@ from rl.api.plugin import ModelCost
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.files import MAX_SIDE_SUM
-from rl.renderers.diffusion_renderer import HubParameters, LoopAndLoader, shape_of
-from rl.renderers.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
+from rl.renderers.diffusion_renderer import INDEX, HubParameters, LoopAndLoader, file_of, shape_of
+from rl.renderers.qwen_image_21_config import Config, sigmas_of_index, wrong_steps
 from rl.renderers.qwen_image_config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
@@ -40,7 +40,6 @@ class QwenImage21(QwenImage[Config]):
     pipeline = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     vae_class = "AutoencoderKLQwenImage21"
-    side_multiple_px = SIZE_MULTIPLE_PX
     state_dim_key = "context_in_dim"
     hub_state_dim = 4096  # Qwen3-VL-8B
     hub_parameters: ClassVar[HubParameters] = {
@@ -92,7 +91,7 @@ class QwenImage21(QwenImage[Config]):
                     f"policy.image_{end}_pixels: {extreme_px}"
                 )
         try:
-            if wrong := wrong_steps(config, sigmas_of_folder(config)):
+            if wrong := wrong_steps(config, sigmas_of_index(file_of(config, INDEX))):
                 yield wrong
         except ValueError as error:
             yield f"model_path: {error}; download it again"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.files import row_of
+from rl.renderers.diffusion_renderer import INDEX
 from rl.renderers.qwen_image_config import DenoisingConfig
 
 TOKENS_PER_SLOT = 4
@@ -18,8 +17,8 @@ NUM_POSITIONS = 8192
 has tokens."""
 MAX_PICTURES = 100
 """The prompt numbers the pictures up to `<image100>`; no model was trained on more."""
-INDEX, SIGMAS = "model_index.json", "sample_sigmas"
-"""File and key where a few-step checkpoint states its noise levels."""
+SIGMAS = "sample_sigmas"
+"""Key of model_index.json where a few-step checkpoint states its noise levels."""
 
 
 class Config(DenoisingConfig):
@@ -34,19 +33,13 @@ class Config(DenoisingConfig):
     noise levels (`sample_sigmas` in its model_index.json) needs as many steps as these."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
-    height_px: Annotated[int, Field(ge=32, le=4096)] | None = None
+    height_px: Annotated[int, Field(ge=32, le=4096, multiple_of=32)] | None = None
     """Fixed picture height, px, multiple of 32; null = from output_area_px."""
-    width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
+    width_px: Annotated[int, Field(ge=32, le=4096, multiple_of=32)] | None = None
     """Fixed picture width, px, multiple of 32; null = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
     """Limit of sources per sample, whose keys and values are kept while a group is drawn: 2.1 GB
     each at 1024 x 1024 px."""
-
-
-def sigmas_of_folder(config: Config) -> Sequence[float] | None:
-    """Noise levels of a local folder's model_index.json; None for a hub id, or if it has none."""
-    file = Path(config.model_path, INDEX)
-    return sigmas_of_index(row_of(file.read_bytes()) or {}) if file.is_file() else None
 
 
 def sigmas_of_index(index: Mapping[str, Any]) -> Sequence[float] | None:

@@ -16,12 +16,11 @@ from rl.api.types import HiddenStates, RenderJob
 from rl.config.loading import is_folder
 from rl.files import digest
 from rl.renderers.diffusion_loop import in_slices, seeded_noise
-from rl.renderers.diffusion_renderer import denoise
+from rl.renderers.diffusion_renderer import INDEX, denoise, file_of
 from rl.renderers.qwen_image_21_config import (
     NUM_POSITIONS,
     TOKENS_PER_SLOT,
     Config,
-    sigmas_of_folder,
     sigmas_of_index,
     wrong_steps,
 )
@@ -339,11 +338,11 @@ def load_parts(config: Config, device: str) -> EditorParts:
     from the config's number of steps."""
     from diffusers import AutoencoderKLQwenImage21, DiffusionPipeline, QwenImage21Transformer2DModel
 
-    sigmas = (
-        sigmas_of_folder(config)
-        if is_folder(config.model_path)
-        else sigmas_of_index(DiffusionPipeline.load_config(**origin_of(config)))
+    is_here = is_folder(config.model_path)
+    index = (
+        file_of(config, INDEX) if is_here else DiffusionPipeline.load_config(**origin_of(config))
     )
+    sigmas = sigmas_of_index(index)
     if problem := wrong_steps(config, sigmas):
         raise ValueError(f"renderer.{problem}")
     classes = QwenImage21Transformer2DModel, AutoencoderKLQwenImage21, PictureVae

@@ -47,9 +47,9 @@ class DenoisingConfig(FrozenModelConfig):
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: Annotated[str, Unread("true_cfg_scale", 1)] = " "
     """What guidance steers away from; read only when true_cfg_scale > 1."""
-    height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
+    height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX, multiple_of=PATCH_PX)] | None = None
     """Fixed picture height, px, multiple of 16; null = from output_area_px."""
-    width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
+    width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX, multiple_of=PATCH_PX)] | None = None
     """Fixed picture width, px, multiple of 16; null = from output_area_px."""
     output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT), Unread("height_px")] = (
         1024 * 1024

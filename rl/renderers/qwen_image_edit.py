@@ -49,7 +49,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
     """How the prompt shows a picture; `{image}` becomes its tokens and vision markers."""
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
-    side_multiple_px = PATCH_PX
     state_dim_key = "joint_attention_dim"
     hub_state_dim = 3584  # Qwen2.5-VL-7B
     hub_parameters: ClassVar[HubParameters] = {

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelCost, ModelFiles
 from rl.renderers.diffusion_renderer import (
+    PATCH_PX,
     DiffusionRenderer,
     HubParameters,
     LoopAndLoader,
     shape_of,
 )
-from rl.renderers.sd3_config import PATCH_PX, Config
+from rl.renderers.sd3_config import Config
 
 TEXT_TOKENS_CLIP = 77
 """CLIP's context length, including the start and end tokens."""
@@ -30,7 +31,6 @@ class SD3(DiffusionRenderer[Config]):
     """Stable Diffusion 3 or 3.5: draws a picture from the policy's text."""
 
     accepts = "text"
-    side_multiple_px = PATCH_PX
     hub_parameters: ClassVar[HubParameters] = {
         f"stabilityai/stable-diffusion-{name}": {"transformer": size, **_ENCODERS, "vae": 83.82e6}
         for name, size in (
@@ -52,11 +52,6 @@ class SD3(DiffusionRenderer[Config]):
         from rl.renderers.sd3_loop import SD3Loop, load_parts
 
         return SD3Loop, load_parts
-
-    @classmethod
-    def part_names(cls, config: Config) -> Sequence[str]:
-        encoders = list(_ENCODERS) if config.use_t5 else list(_ENCODERS)[:2]
-        return ["transformer", *encoders, "vae"]
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:

@@ -7,10 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from rl.api.plugin import FrozenModelConfig, SavesMemory
-from rl.config.schema import MAX_SIDE_PX, Unread
-
-PATCH_PX = 16
-"""One transformer token is 16x16 px: the VAE shrinks 8 times, patches are 2x2."""
+from rl.config.schema import Unread
+from rl.renderers.diffusion_renderer import Side
 
 
 class Config(FrozenModelConfig):
@@ -25,9 +23,9 @@ class Config(FrozenModelConfig):
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: Annotated[str, Unread("guidance_scale", 1)] = ""
     """What guidance steers away from; read only when guidance_scale > 1."""
-    height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
+    height_px: Side = 1024
     """Picture height, px, multiple of 16."""
-    width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
+    width_px: Side = 1024
     """Picture width, px, multiple of 16."""
     use_t5: Annotated[bool, SavesMemory(False, exact=False)] = True
     """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are

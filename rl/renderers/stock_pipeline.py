@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import DIFFUSERS_SAFETENSORS, SAFETENSORS, ModelCost, ModelFiles
-from rl.api.types import RenderJob
-from rl.config.loading import is_dotted_path, nearest
+from rl.api.types import RenderJob, UnusableSampleError
+from rl.config.loading import nearest
 from rl.config.schema import RunConfig
 from rl.renderers.diffusion_renderer import (
+    INDEX,
+    PATCH_PX,
     DiffusionRenderer,
     HubParameters,
     LoopAndLoader,
+    file_of,
     shape_of,
 )
-from rl.renderers.stock_pipeline_config import PATCH_PX, Config, batch_of
+from rl.renderers.stock_pipeline_config import Config, batch_of, call_problems, sources_problem
 
 KLEIN_SHAPE = {"num_layers": 25, "num_attention_heads": 24, "attention_head_dim": 128}
 """Shape of FLUX.2-klein-4B's transformer; memory of other hub ids is estimated from it."""
-OWN_ARGUMENTS = (
-    *("prompt", "generator", "latents", "height", "width", "num_inference_steps"),
-    *("num_images_per_prompt", "output_type", "return_dict"),
-)
-"""Arguments of a call that the renderer sets itself; the config must not."""
+FILES = {
+    "Scheduler": ("scheduler_config.json",),
+    "Tokenizer": ("tokenizer_config.json",),
+    "Processor": ("preprocessor_config.json", "processor_config.json"),
+    "Extractor": ("preprocessor_config.json",),
+}
+"""Part of a class's name -> the file, or one of the files, of such a part without weights."""
 LARGEST_PX = 1024 * 1024
 """Area with which memory is planned for source pictures, and for pictures without a stated size."""
 
@@ -37,7 +44,6 @@ class StockPipeline(DiffusionRenderer[Config]):
     source pictures are its `image` (docs/any-editor.md)."""
 
     accepts = "text"
-    side_multiple_px = PATCH_PX
     hub_parameters: ClassVar[HubParameters] = {
         "black-forest-labs/FLUX.2-klein-4B": {
             "text_encoder": 4.022e9,
@@ -65,38 +71,54 @@ class StockPipeline(DiffusionRenderer[Config]):
         return batch_of(config, job)
 
     @classmethod
+    def check_sources(cls, config: Config, sizes: Sequence[tuple[int, int] | None]) -> None:
+        if problem := sources_problem(config, sizes):
+            raise UnusableSampleError(problem)
+
+    @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        found = sorted(Path(config.model_path).glob("*/config.json"))
-        names = [file.parent.name for file in found if [*file.parent.glob("*.safetensors")]]
-        weights = (*DIFFUSERS_SAFETENSORS, *SAFETENSORS)  # those of a variant are not loaded
-        return [
-            cls.part(config, "", config="model_index.json", weights=()),
-            *(cls.part(config, name, weights=weights) for name in names),
-        ]
+        models = [cls.part(config, "", config=INDEX, weights=())]
+        for name, part in file_of(config, INDEX).items():
+            if isinstance(part, list) and len(part) == 2 and all(part) and name[0] != "_":
+                models.append(cls.part_of(config, name, *part))
+        return models
+
+    @classmethod
+    def part_of(cls, config: Config, name: str, library: str, kind: str) -> ModelFiles:
+        """The files of a part of the pipeline, an object of the class `kind`."""
+        if files := [files for word, files in FILES.items() if word in kind]:
+            return cls.part(config, name, config_required=False, weights=(), files=files)
+        # Not those of a variant, which are not loaded; in the message its library's name is first.
+        both = sorted([*DIFFUSERS_SAFETENSORS, *SAFETENSORS], reverse=library == "transformers")
+        return cls.part(config, name, weights=both)
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> Iterator[str]:
         yield from super().problems(config, run)
-        call, known = config.call, pipelines()
-        if not is_dotted_path(config.pipeline) and known and config.pipeline not in known:
-            hint = nearest(config.pipeline, known)
-            yield f"pipeline: no {config.pipeline!r} in diffusers; {hint}"
-        if config.height_px and not call.sized:
-            yield f"height_px: {config.pipeline} takes no size; drop both sides"
+        call, name, known = config.call, config.stock_name, pipelines()
+        methods = methods_of(name, known[name]) if name in known else {}
+        if name and known and not methods:
+            yield f"pipeline: no {config.pipeline!r} in diffusers; {nearest(name, sorted(known))}"
+        made, called, index = (
+            methods.get("__init__"),
+            methods.get("__call__"),
+            file_of(config, INDEX),
+        )
+        needed = made.args[1 : -len(made.defaults) or None] if made and index else []
+        lacking = ", ".join(each.arg for each in needed if each.arg not in index)
+        if lacking and index.get("_class_name") != name:  # which may do without optional ones
+            yield (
+                f"pipeline: {name} needs {lacking}, which {config.model_path!r} does not have; it "
+                f"was made for {index.get('_class_name')}"
+            )
+        else:
+            taken = {each.arg for each in called.args} if called and not called.kwarg else None
+            yield from call_problems(config, taken)
         if call.together == "all" and call.max_images > 1:
             yield (
                 "interface.max_images: a call for several samples passes one source picture of "
                 "each; set interface.together to 'group' or 'one'"
             )
-        if taken := {*config.arguments, *call.arguments} & {*OWN_ARGUMENTS, call.image, call.area}:
-            names = ", ".join(sorted(map(str, taken)))
-            yield f"arguments: {names}: the renderer sets them itself; drop them"
-
-    @classmethod
-    def part_names(cls, config: Config) -> Sequence[str]:
-        folder = Path(config.model_path)
-        local = sorted({file.parent.name for file in folder.glob("*/*.safetensors")})
-        return local or list(cls.hub_parameters.get(config.model_path, {}))
 
     @classmethod
     def cost(cls, config: Config) -> ModelCost:
@@ -115,11 +137,24 @@ class StockPipeline(DiffusionRenderer[Config]):
         return ModelCost({}, working, total, host_shared=False, largest_part=largest)
 
 
-def pipelines() -> list[str]:
-    """Names of the pipelines of diffusers, read from its list without importing it; [] where it is
-    not installed."""
+# ---- what is known before a model is loaded ------------------------------------------------------
+
+
+@cache
+def pipelines() -> dict[str, Path]:
+    """Pipeline of diffusers -> its file, found without importing it; {} where it is not
+    installed."""
     spec = importlib.util.find_spec("diffusers")
-    if spec is None or spec.origin is None:
-        return []
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    return sorted(set(re.findall(r'"(\w+Pipeline)"', text)))
+    files = Path(spec.origin).parent.glob("pipelines/**/*.py") if spec and spec.origin else ()
+    return {
+        name: file
+        for file in files
+        for name in re.findall(r"\nclass (\w+Pipeline)\(", file.read_text(encoding="utf-8"))
+    }
+
+
+def methods_of(pipeline: str, file: Path) -> dict[str, ast.arguments]:
+    """Method of a class in this file -> its arguments."""
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    [cls] = [each for each in nodes if isinstance(each, ast.ClassDef) and each.name == pipeline]
+    return {each.name: each.args for each in cls.body if isinstance(each, ast.FunctionDef)}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rl.api.plugin import Count, FrozenModelConfig, SavesMemory
 from rl.api.types import RenderJob
-from rl.config.schema import MAX_SIDE_PX, Section
-
-PATCH_PX = 16
-"""Most transformers have one token per 16x16 px."""
+from rl.config.loading import is_dotted_path, nearest
+from rl.config.schema import MAX_SIDE_PX, Section, Unread
+from rl.renderers.diffusion_renderer import Side
 
 
 class Interface(Section):
@@ -33,10 +32,15 @@ class Interface(Section):
     as many source pictures, all of one size)."""
     sized: bool = True
     """Whether the call takes `height` and `width`."""
-    area: str | None = None
+    min_side_px: Annotated[int, Field(ge=1, le=MAX_SIDE_PX)] = 1
+    """Shortest side of a source picture that the pipeline takes, px; rows with a shorter one are
+    bad (`data.on_bad_row`)."""
+    max_aspect_ratio: Annotated[float, Field(ge=1, le=MAX_SIDE_PX)] = MAX_SIDE_PX
+    """Largest ratio of the sides of a source picture that the pipeline takes; likewise."""
+    area: Annotated[str, Field(min_length=1)] | None = None
     """The call's argument for the picture's area, px^2, if the pipeline scales `height` and `width`
     to an area; null = it has none."""
-    prompt: str = "{words}"
+    prompt: Annotated[str, Field(pattern=r"\{(words|json)\}")] = "{words}"
     """The prompt: `{words}` stands for the policy's words, `{json}` for the same words as a JSON
     string."""
     tokenizer: str = "tokenizer"
@@ -51,21 +55,13 @@ class Interface(Section):
     arguments: dict[str, Any] = {}
     """Further arguments of each call."""
 
-    @field_validator("prompt")
-    @classmethod
-    def _has_words(cls, prompt: str) -> str:
-        if "{words}" not in prompt and "{json}" not in prompt:
-            raise ValueError("without {words} or {json} the policy's words are not read; add one")
-        return prompt
 
-
-GENERATORS = (
-    "Flux2Pipeline",
-    "QwenImagePipeline",
-    "SanaPipeline",
-    "StableDiffusion3Pipeline",
-    "ZImagePipeline",
+OWN_ARGUMENTS = (
+    *("prompt", "generator", "latents", "height", "width", "num_inference_steps"),
+    *("num_images_per_prompt", "output_type", "return_dict"),
 )
+"""Arguments of a call that the renderer sets itself; the config must not."""
+GENERATORS = ("QwenImagePipeline", "SanaPipeline", "StableDiffusion3Pipeline", "ZImagePipeline")
 INTERFACES: Mapping[str, Interface] = {
     **dict.fromkeys(GENERATORS, Interface(image=None, together="all")),
     "BriaFiboEditPipeline": Interface(
@@ -74,13 +70,17 @@ INTERFACES: Mapping[str, Interface] = {
         max_tokens=3000,
         arguments={"_auto_resize": False},
     ),
-    "Flux2KleinPipeline": Interface(together="group", max_tokens=512, added_tokens=12),
+    "Flux2KleinPipeline": Interface(
+        together="group", max_tokens=512, added_tokens=12, min_side_px=64, max_aspect_ratio=8
+    ),
+    "Flux2Pipeline": Interface(image=None, together="all", min_side_px=64, max_aspect_ratio=8),
     "FluxKontextPipeline": Interface(
         together="all",
         area="max_area",
         tokenizer="tokenizer_2",
         max_tokens=512,
         added_tokens=1,
+        min_side_px=16,
         arguments={"_auto_resize": False},
     ),
     "FluxPipeline": Interface(
@@ -103,14 +103,14 @@ class Config(FrozenModelConfig):
 
     model_path: str = "black-forest-labs/FLUX.2-klein-4B"
     """Hub id, or a local folder as `save_pretrained` writes it (safetensors)."""
-    pipeline: str = "Flux2KleinPipeline"
+    pipeline: Annotated[str, Field(min_length=1)] = "Flux2KleinPipeline"
     """Class of the pipeline: its name in diffusers, or the dotted path of your own class."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Denoising steps; null = the pipeline's default."""
-    height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
+    height_px: Side | None = None
     """Picture height, px, a multiple of 16; null = the pipeline chooses: an editor usually takes
     the source picture's."""
-    width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] | None = None
+    width_px: Side | None = None
     """Picture width, px, as for height_px."""
     arguments: dict[str, Any] = {}
     """Further arguments of each call (guidance_scale, negative_prompt, strength, ...), as the
@@ -118,14 +118,22 @@ class Config(FrozenModelConfig):
     interface: Interface = Interface()
     """How the pipeline is called, for a pipeline that is not known; or keys that replace those of a
     known one."""
-    residency: Annotated[Literal["device", "host"], SavesMemory("host")] = "device"
+    residency: Annotated[
+        Literal["device", "host"], SavesMemory("host"), Unread("device", "cpu")
+    ] = "device"
     """Where the weights are. device: always on the GPU. host: in host memory; each call moves one
     part of the pipeline at a time to the GPU (diffusers' `enable_model_cpu_offload`)."""
 
     @property
+    def stock_name(self) -> str:
+        """Name of the pipeline's class in diffusers; '' for a class of the user's own."""
+        is_stock = self.pipeline.startswith("diffusers.") or not is_dotted_path(self.pipeline)
+        return self.pipeline.rpartition(".")[2] if is_stock else ""
+
+    @property
     def call(self) -> Interface:
         """The pipeline's interface, with the keys that `interface` sets."""
-        known = INTERFACES.get(self.pipeline.removeprefix("diffusers."), Interface())
+        known = INTERFACES.get(self.stock_name, Interface())
         own = self.interface.model_dump(exclude_unset=True)
         return Interface(**known.model_dump(exclude_unset=True) | own)
 
@@ -133,6 +141,45 @@ class Config(FrozenModelConfig):
         """The prompt of a call for these words."""
         forms = {"{words}": words, "{json}": json.dumps(words, ensure_ascii=False)}
         return re.sub("{words}|{json}", lambda found: forms[found[0]], self.call.prompt)
+
+
+def call_problems(config: Config, taken: Set[str] | None) -> Iterator[str]:
+    """What the pipeline's call cannot be given, as 'key: what, remedy'. `taken`: names of its
+    arguments; None: unknown, or any."""
+    call, name = config.call, config.pipeline
+    interface = set(filter(None, (call.image, call.area)))
+    arguments = {*call.arguments, *config.arguments}
+    taken = {"prompt", "height", *interface, *arguments} if taken is None else taken
+    if "prompt" not in taken:
+        yield f"pipeline: {name} takes no prompt; name one that draws from words"
+    if config.height_px and not (call.sized and "height" in taken):
+        yield f"height_px: {name} takes no size; drop both sides"
+    free = taken - {*OWN_ARGUMENTS, "self"}
+    for key, given in (("interface", interface), ("arguments", arguments)):
+        for wrong in sorted(given - free):
+            hint = nearest(wrong, sorted(free))
+            yield f"{key}: {wrong!r} is no argument of {name}, or the renderer sets it; {hint}"
+        free -= given
+
+
+def sources_problem(config: Config, sizes: Sequence[tuple[int, int] | None]) -> str:
+    """Why the pipeline cannot draw from source pictures of these sizes ((width, height), px; None:
+    unknown); '' if it can."""
+    call = config.call
+    if call.image is None:
+        return ""
+    if len(sizes) > call.max_images:
+        return (
+            f"has {len(sizes)} source pictures, and renderer.interface.max_images is "
+            f"{call.max_images}; raise it if {config.pipeline} reads several, or give fewer"
+        )
+    for size in filter(None, sizes):
+        if min(size) < call.min_side_px or max(size) > call.max_aspect_ratio * min(size):
+            return (
+                f"has a source picture of {size} px; {config.pipeline} takes sides of at least "
+                f"{call.min_side_px} px, up to {call.max_aspect_ratio:g} : 1; scale or crop it"
+            )
+    return ""
 
 
 def batch_of(config: Config, job: RenderJob) -> tuple[Hashable, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -18,7 +19,7 @@ from rl.model_files import align_weights
 from rl.progress import weights_counted
 from rl.ranks.signals import is_lost_device
 from rl.renderers.diffusion_loop import DiffusionLoop, Outcome
-from rl.renderers.stock_pipeline_config import Config, batch_of
+from rl.renderers.stock_pipeline_config import Config, batch_of, call_problems, sources_problem
 
 logger = logging.getLogger(__name__)
 # Pipelines warn at every call, for example that a distilled model ignores guidance.
@@ -35,7 +36,7 @@ source change."""
 
 def load_parts(config: Config, device: str) -> Any:
     """The pipeline; its weights are where `config.residency` says. Raises ValueError if there is no
-    such class."""
+    such class, or if its call does not take what the config gives it."""
     is_own = is_dotted_path(config.pipeline)
     cls, wrong = import_plugin(config.pipeline if is_own else f"diffusers.{config.pipeline}")
     if wrong:
@@ -45,6 +46,10 @@ def load_parts(config: Config, device: str) -> Any:
             f"renderer.pipeline: {config.pipeline} is no pipeline; name a class that derives from "
             "diffusers.DiffusionPipeline"
         )
+    arguments = inspect.signature(cls.__call__).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
+    if problems := list(call_problems(config, None if takes_any else arguments.keys())):
+        raise ValueError("\n".join(f"renderer.{problem}" for problem in problems))
     disable_progress_bar()
     with weights_counted():
         pipeline = cls.from_pretrained(
@@ -101,15 +106,11 @@ class StockLoop(DiffusionLoop[Config, Any]):
         return batch_of(config, job)[0]
 
     def _failure_of(self, job: RenderJob) -> RenderFailure | None:
-        call, number = self.config.call, len(job.sample.sources)
+        call = self.config.call
         if not call.cuts and (over := self._num_cut(self.config.prompt_of(job.payload))):
             return RenderFailure(f"too_long: {over} tokens beyond the limit", blame="policy")
-        if call.image is None or number <= call.max_images:
-            return None
-        return RenderFailure(
-            f"too_many_pictures: {number} source pictures, and renderer.interface.max_images of "
-            f"{self.config.pipeline} is {call.max_images}"
-        )
+        problem = sources_problem(self.config, [source.size for source in job.sample.sources])
+        return RenderFailure(f"sources: the sample {problem}") if problem else None
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Any = None) -> torch.Tensor:
@@ -213,8 +214,9 @@ class StockLoop(DiffusionLoop[Config, Any]):
             )
         if reason := self._batch_problem(jobs, alone, most_apart):
             self.config = self.config.model_copy(update={"batch_size": 1})
-            text = "renderer diffusers: %s draws pictures one by one, because a batch %s"
-            logger.warning(text, name, reason)
+            logger.warning(
+                "renderer diffusers: %s draws pictures one by one, because a batch %s", name, reason
+            )
 
     def _batch_problem(
         self, jobs: Mapping[str, RenderJob], alone: Mapping[str, torch.Tensor], most_apart: float

@@ -39,7 +39,7 @@ QUOTES = (
 class Config(PluginConfig):
     """Where the target text is, and which differences count."""
 
-    text_column: str | None = None
+    text_column: Annotated[str, Field(min_length=1)] | None = None
     """Key of `columns.hidden` that holds the target text; null = the texts in quotes in the
     instruction ("", “”, „“, «», 「」, or '' if there are no others), in order."""
     ignore_case: bool = True

@@ -35,14 +35,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def resolved_of(
-    folder: Path, rows: Any, held_out: Any = HELD_OUT, source: Any = None, **data: Any
+    folder: Path,
+    rows: Any,
+    held_out: Any = HELD_OUT,
+    source: Any = None,
+    config: str = "quickstart",
+    **data: Any,
 ) -> build.Resolved:
-    """A run of the quickstart's models, with the rows in a file that `source` reads."""
+    """A run of a shipped config, with the rows in a file that `source` reads."""
     source = {"type": "edit_jsonl"} | (source or {})
     train = source | {"path": write_jsonl(folder / "train.jsonl", rows)}
     validation = {"type": "edit_jsonl", "path": write_jsonl(folder / "held_out.jsonl", held_out)}
     data = {"train": [train], "validation": [validation]} | data
-    return build.resolve(tiny_config.shipped("quickstart", f"data={json.dumps(data)}"))
+    return build.resolve(tiny_config.shipped(config, f"data={json.dumps(data)}"))
 
 
 def report_of(folder: Path, rows: Any, is_start: bool = False, **more: Any) -> DataReport:
@@ -81,6 +86,12 @@ def test_a_bad_row_is_found_by_check_and_start_whatever_reads_it(folder: Path, c
         assert not skipped.problems and "rows: 3; left out as bad: 1" in skipped.lines[0]
         assert holds(skipped.lines[1], f"train.jsonl ... row 3: ... {parts.split(' ... ')[0]}")
     assert len(found) == 1, found
+
+
+def test_a_source_that_the_renderer_refuses_is_a_bad_row(folder: Path) -> None:
+    """FLUX.2 takes sides of at least 64 px."""
+    problems = report_of(folder, GOOD, config="tiny_stock_editor").problems
+    assert [holds(problem, "row 1: ... (32, 32) px") for problem in problems] == [True, True]
 
 
 def test_a_missing_column_split_or_file_of_a_local_data_set_is_found(folder: Path) -> None:

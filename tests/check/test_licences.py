@@ -41,6 +41,9 @@ def refused(config: RunConfig) -> list[str]:
             "policy.init_text_encoder_from: ... Turbo",
             "renderer.model_path: ... Qwen Research License, not for commercial use ... models.md",
         ]),
+        ("tiny_stock_editor", ['licensed_models=["pkg://tiny_world/weights/klein"]'], [
+            "policy.model_path: ... see its card", "judge.model: ... see its card",
+        ]),
         ("vlm_reasoning", [], ["policy.model_path: ... 3B-Instruct' ... not for commercial use"]),
         ("prompt_enhancement", [], [
             "renderer.model_path: ... Stability AI Community License, see its card",

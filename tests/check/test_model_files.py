@@ -25,6 +25,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sd3": ("renderers", {"type": "sd3", "use_t5": False}),
     "emu3_vq": ("renderers", {"type": "emu3_vq"}),
     "clip": ("rewards", {"type": "clip"}),
+    "klein": ("renderers", {"type": "diffusers"}),
 }
 """Folder of the tiny world -> (plugin directory, config section that loads it)."""
 
@@ -195,6 +196,14 @@ def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     [problem] = quickstart(change)
     assert holds(problem, "_class_name 'QwenImageEditPlusPipeline' ... 'QwenImageEditPipeline'")
     assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
+
+
+@pytest.mark.parametrize(
+    "path", ["a/b c", "a/b ", "a", "a/b/c", "/a/b", "a/ü", "a/b--c", "../a", ""]
+)
+def test_a_path_that_is_neither_a_folder_nor_a_hub_id_is_refused(path: str) -> None:
+    [problem] = quickstart(f"policy.model_path='{path}'")
+    assert holds(problem, f"policy.model_path: ... {path!r} ... owner/name")
 
 
 def test_a_hub_id_is_checked_by_its_cached_files(tmp_path, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_config
@@ -14,6 +15,8 @@ from tiny_messages import holds
 from rl.config import loading
 from rl.config.loading import validate
 from rl.config.schema import load_config
+from rl.renderers.images_api import ImagesApi
+from rl.renderers.stock_pipeline import StockPipeline
 from rl.rewards.judged import VieScore
 
 
@@ -197,7 +200,21 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         assert holds("\n".join(problems_of(file)), parts)
 
 
-def test_a_sections_own_message_gets_its_key() -> None:
-    values = {"type": "viescore", "semantics_prompt": "/none.txt"}
-    _, [problem] = validate(VieScore.Config, values, at="rewards.vie")
-    assert holds(problem, "rewards.vie: semantics_prompt: ... /none.txt")
+@pytest.mark.parametrize(
+    ("model", "values", "parts"),
+    [
+        (VieScore.Config, {"semantics_prompt": "/none.txt"}, "at: semantics_prompt: ... /none.txt"),
+        (StockPipeline.Config, {"cfg": 1}, "at.cfg: unknown ... set at.arguments.cfg"),
+        (
+            StockPipeline.Config,
+            {"interface": {"seed": 1}},
+            "at.interface.seed: unknown ... set at.interface.arguments.seed",
+        ),
+        (ImagesApi.Config, {"api_base": "x", "model": "m", "n": 1}, "at.n: ... set at.extra.n"),
+    ],
+)
+def test_the_message_of_a_section_names_its_key(
+    model: Any, values: dict[str, Any], parts: str
+) -> None:
+    _, [problem] = validate(model, values, at="at")
+    assert holds(problem, parts)

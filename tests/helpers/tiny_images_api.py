@@ -95,7 +95,7 @@ def body_of(picture: Image.Image, form: str = "PNG", num_bytes: int | None = Non
     """An answer with a picture in this format, of which only the first bytes are sent."""
     file = io.BytesIO()
     picture.save(file, form)
-    text = base64.b64encode(file.getvalue()[:num_bytes]).decode()
+    text = base64.encodebytes(file.getvalue()[:num_bytes]).decode()  # with line ends
     usage = {"input_tokens": 7, "output_tokens": 100}
     return json.dumps({"data": [{"b64_json": text}], "usage": usage})
 

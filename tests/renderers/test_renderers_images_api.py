@@ -145,6 +145,7 @@ def test_a_request_without_a_picture_is_sent_again(name: str) -> None:
         ([], raw(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (2**26 + 1)), "longer than 67108864 bytes"),
         ([], Fault(500), "outage: no answer for 2 s"),
         ([], SILENCE, "timeout"),
+        ([], Fault(body=body_of(Image.new("I;16", (9, 9)))), "greys of more than 8 bits"),
     ],
 )
 def test_a_server_without_pictures_leaves_them_ungraded(
@@ -154,6 +155,12 @@ def test_a_server_without_pictures_leaves_them_ungraded(
         [outcome], _ = outcomes_of([job_of("a")], server, max_attempts=2, timeout_s=2.0)
     assert isinstance(outcome, RenderFailure) and outcome.blame == "renderer"
     assert holds(outcome.reason, reason)
+
+
+def test_a_picture_may_come_in_a_data_url() -> None:
+    body = body_of(PICTURE).replace('json": "', 'json": "data:image/png;base64,')
+    with ImagesServer(always=Fault(body=body)) as server:
+        assert outcomes_of([job_of("a")], server)[0] == [PICTURE]
 
 
 def test_an_echoed_key_is_written_nowhere(
@@ -208,7 +215,9 @@ def test_the_order_of_the_answers_changes_no_number_of_a_run(tmp_path: Path) -> 
         ({"api_base": "ftp://x"}, "api_base='ftp://x' ... not an http"),
         ({"api_key_env": "NOT_SET"}, "api_key_env names NOT_SET ... export"),
         ({"width_px": 64}, "height_px: give both"),
-        ({"extra": {"prompt": "a"}}, "extra: prompt"),
+        ({"api_base": "http://a b"}, "api_base ... space"),
+        ({"extra": {"prompt": "a", "n": 2}}, "extra: n, prompt"),
+        ({"extra": {"response_format": "url"}}, "extra.response_format: ... b64_json"),
         ({}, "render_pool"),
     ],
 )

@@ -32,8 +32,9 @@ from tiny_rounding import PICTURE_TOL, apart
 
 from rl.api.plugin import Resources
 from rl.api.types import HiddenStates, RenderJob
+from rl.renderers.diffusion_renderer import INDEX
 from rl.renderers.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_21_config import INDEX, SIGMAS, Config
+from rl.renderers.qwen_image_21_config import SIGMAS, Config
 from rl.renderers.qwen_image_21_loop import QwenImage21Loop, in_groups
 from rl.renderers.qwen_image_loop import EditorParts as Parts
 from rl.renderers.qwen_image_loop import FrameVae, PictureVae
