@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import math
 import multiprocessing
 import os
 import re
+import resource
 import stat
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from multiprocessing.pool import ThreadPool
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -362,18 +364,34 @@ def evaluate(
     the file is still checked. Imports that are not found beside the importing file come from the
     shipped configs (`base.libsonnet`).
     """
-    try:  # in a thread, because no signal interrupts Jsonnet, which is C++
-        with ThreadPool(1) as pool:
-            text, problems = pool.apply_async(_evaluate, (path, overrides, env, kept)).get(MAX_S)
-    except multiprocessing.TimeoutError:
-        return None, [
-            f"{path} with its overrides: took longer than {MAX_S:g} s: a recursion or list without "
-            "end, or a huge import?"
-        ]
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, path, overrides, env, kept))
+    process.start()
+    sender.close()
+    problem = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
+    text, problems = None, [f"{path} with its overrides: {problem}"]
+    try:
+        if receiver.poll(MAX_S):
+            text, problems = receiver.recv()
+    except EOFError:
+        problem = "crashed Jsonnet: values nested too deeply, or too large for the memory?"
+        problems = [f"{path} with its overrides: {problem}"]
+    finally:
+        process.kill()
+        process.join()
     values = None if text is None else json.loads(text)
     if values is None or isinstance(values, dict):
         return values, problems
     return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
+
+
+def _send(sender: Connection, *program: Any) -> None:
+    """Send what `_evaluate` returns. In a process of its own, because Jsonnet, which is C++, cannot
+    be interrupted and may crash."""
+    limit_s = math.ceil(MAX_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # should the parent be killed
+    sender.send(_evaluate(*program))
 
 
 def base_of(path: Path, env: Mapping[str, str], values_of: Mapping[str, Any]) -> tuple[str, Any]:

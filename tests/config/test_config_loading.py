@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -53,21 +54,27 @@ def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
     assert any(holds(problem, f"set ... APP__A ... {path.name}:1") for problem in problems_of(path))
 
 
-LONG = "local f(n) = if n == 0 then 1 else f(n - 1) tailstrict; f(50000)"
-"""Takes a second. An endless one would run in its thread until the end of the tests, as nothing
-interrupts Jsonnet."""
+ENDLESS = "local f(n) = f(n + 1) tailstrict; f(0)"
+DEEP = "std.parseJson(std.repeat('[', 200000))"
+"""Jsonnet parses it recursively, until its stack is full."""
 
 
 @pytest.mark.parametrize(
-    ("text", "override"), [(f"{{ a: {LONG} }}", "seed=1"), ("{}", f"seed={LONG}")]
+    ("text", "override", "max_s", "parts"),
+    [
+        (f"{{ a: {ENDLESS} }}", "seed=1", 0.5, "longer than 0.5 s ... recursion"),
+        ("{}", f"seed={ENDLESS}", 0.5, "longer than 0.5 s ... recursion"),
+        (f"{{ a: {DEEP} }}", "seed=1", loading.MAX_S, "crashed ... nested"),
+    ],
 )
 def test_an_endless_program_is_stopped(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, text: str, override: str
+    run_file: Path, monkeypatch, text: str, override: str, max_s: float, parts: str
 ) -> None:
-    monkeypatch.setattr(loading, "MAX_S", 0.1)
+    monkeypatch.setattr(loading, "MAX_S", max_s)
     run_file.write_text(text)
     [problem] = problems_of(run_file, override)
-    assert holds(problem, f"{run_file} ... longer than 0.1 s ... recursion")
+    assert holds(problem, f"{run_file} ... {parts}")
+    assert not multiprocessing.active_children()
 
 
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, run_file: Path) -> None:
