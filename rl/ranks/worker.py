@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +28,7 @@ def main() -> None:
     exit_codes: list[int] = []
     atexit.register(_leave, exit_codes)  # the first to register is the last to be called
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C prints no traceback
     printing.open_closed_streams()
     log_dir, note_dir, target, *args = sys.argv[1:]
     rank = int(os.environ["RANK"])

@@ -178,13 +178,14 @@ def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
         ("rl.train", "sys.exit()", 0),  # of a library; the launcher takes 0 for a failure
         ("rl.train", "None", supervision.FINISHED_CODE),
         ("script.py", "sys.exit()", supervision.FINISHED_CODE),
+        ("rl.train", "signal.raise_signal(signal.SIGINT)", -signal.SIGINT),  # Ctrl-C in an import
     ],
 )
 def test_a_run_is_finished_only_if_the_training_returns(
     tmp_path: Path, target: str, end: str, code: int
 ) -> None:
     program = (
-        "import runpy, sys; from rl.ranks import worker; "
+        "import runpy, signal, sys; from rl.ranks import worker; "
         f"runpy.run_module = runpy.run_path = lambda *_, **__: {end}; worker.main()"
     )
     command = [sys.executable, "-c", program, str(tmp_path), str(tmp_path), target]
