@@ -148,7 +148,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest, or None before the first. Warns of
-        newer ones that are damaged. Raises ValueError if checkpoints were written and none
+        newer ones that are damaged or gone. Raises ValueError if checkpoints were written and none
         is intact: a run never restarts silently from the base weights."""
         newest = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in newest.remarks:
@@ -320,7 +320,7 @@ class Found:
 
     path: Path | None = None
     remarks: tuple[str, ...] = ()
-    """Warnings about newer checkpoints that are damaged."""
+    """Warnings about newer checkpoints that are damaged or gone."""
     problem: str = ""
     """Why the run cannot start; '' if it can."""
 
@@ -331,6 +331,8 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     written = run_dir / LAST_WRITTEN
     last = read_bytes(written).decode(errors="replace").strip() if written.exists() else ""
     remarks: list[str] = []
+    if last and last not in [path.name for path in candidates]:
+        remarks = [f"checkpoint {last:.40} is gone: falling back to an older one"]
     problem = format_problem(run_dir)
     for path in [] if problem else reversed(candidates):
         if problem := format_problem(path):
@@ -423,13 +425,26 @@ def is_as_written(path: Path) -> bool:
 
 
 def model_folder(path: Path) -> Path:
-    """The model's folder in a run (its newest intact checkpoint), a checkpoint, or `path` itself.
-    Raises ValueError if no checkpoint is intact, or if its format differs from this version's."""
-    newest = find(path) if steps_of(path) else Found(path, problem=format_problem(path))
+    """The model's folder in a run (its newest intact checkpoint; warns of newer ones that are
+    damaged or gone), a checkpoint, or `path` itself. Raises ValueError if no checkpoint is intact, if a
+    file of the model is damaged, or if the format differs from this version's."""
+    newest = find(path) if steps_of(path) else Found(path, problem=_model_problem(path))
     if newest.path is None or newest.problem:
         raise ValueError(newest.problem)
+    for remark in newest.remarks:
+        warn(remark)
     folder = newest.path / MODEL_FOLDER
     return folder if folder.is_dir() else newest.path
+
+
+def _model_problem(path: Path) -> str:
+    """Why the model of the checkpoint, or other folder, `path` cannot be used; '' if it can. The
+    checkpoint's other files may be missing."""
+    if problem := format_problem(path):
+        return problem
+    has_manifest = (path / "manifest.json").is_file() and (path / MODEL_FOLDER).is_dir()
+    damage = problem_of(path, only=f"{MODEL_FOLDER}/") if has_manifest else None
+    return f"{path} is damaged ({damage})" if damage else ""
 
 
 def read_state(path: Path, refused: Sequence[str] = loading.CHANGED_TRAINING) -> dict[str, Any]:
@@ -464,9 +479,9 @@ def sound(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({type(error).__name__}); {_MOVE_AWAY}") from error
 
 
-def problem_of(path: Path, hashes: bool = True) -> str | None:
-    """Why the checkpoint at `path` is not intact, or None. Compares every file's size with the
-    manifest, and with `hashes` its sha256 (about 1 GB/s)."""
+def problem_of(path: Path, hashes: bool = True, only: str = "") -> str | None:
+    """Why the checkpoint at `path` is not intact, or None. Compares the size of every file (whose
+    name begins with `only`) with the manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
         manifest = json.loads(read_bytes(path / "manifest.json"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
@@ -476,6 +491,8 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         return "manifest.json names no file"
     for name, (size, sha256) in files.items():
         file, problem = path / name, ""
+        if not name.startswith(only):
+            continue
         try:
             if not_a_file(file):
                 problem = "is missing"
@@ -496,7 +513,7 @@ def format_problem(folder: Path) -> str:
         ("config.json", loading.CONFIG_FORMAT),
         ("state.json", loading.CHECKPOINT_FORMAT),
     ):
-        row = (read_object(folder / file) if (folder / file).exists() else None) or {}
+        row = (None if not_a_file(folder / file) else read_object(folder / file)) or {}
         if problem := loading.refusal(str(folder), loading.number_of(row), known, known):
             return problem
     return ""

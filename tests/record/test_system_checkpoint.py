@@ -86,6 +86,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_skipped(checkpoints, capfd, na
     assert problem_of(newest) is None and checkpoints.latest() == newest
     aside, *others = names_in(checkpoints.folder.parent)
     assert aside.startswith(f"damaged-{newest.name}") and others == ["step_000010", "step_000020"]
+    newest.rename(newest.with_name("moved"))
+    assert checkpoints.latest() == first
+    assert holds(capfd.readouterr().err, "WARNING ... step_000020 is gone ... older")
 
 
 def states(**values: Any) -> Change:
@@ -123,13 +126,17 @@ def test_random_states_of_another_kind_are_refused():
             set_rng_state(value)
 
 
-def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_path):
+def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_path, capsys):
     checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=1)
     first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
     damaged = tmp_path / "checkpoints" / "step_1000000"
     assert model_folder(tmp_path) == damaged / "model"  # the newest by number, not by name
     (damaged / "model/adapter_model.bin").unlink()
     assert model_folder(tmp_path) == second / "model"
+    assert holds(capsys.readouterr().err, "WARNING ... step_1000000 ... older")
+    with raising(ValueError, "step_1000000 ... damaged ... missing"):
+        model_folder(damaged)
+    (first / "state.safetensors").unlink()  # not needed for use
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
         (path / "manifest.json").unlink()
