@@ -131,11 +131,13 @@ LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
 """Existing files in the run folder that a resumed run opens for writing, like all in `LOGS` and
 `judge`."""
+FOLDERS = (LOGS, *"checkpoints episodes evaluation images judge set_aside stock thumbnails".split())
+"""Folders in the run folder."""
 
 
 def folder_problems(run_dir: Path) -> list[str]:
     """Why `run_dir` cannot be a run's folder: it or a parent is not a folder, one of its files is a
-    link or not a regular file, or one of its folders or files is not writable."""
+    link or not a regular file, one of its folders is a file, or one of either is not writable."""
     if run_dir.parts[0].startswith("~"):
         return _problem(run_dir, "begins with ~, which only a shell replaces; write it out")
     for path in (run_dir, *run_dir.parents):
@@ -144,7 +146,7 @@ def folder_problems(run_dir: Path) -> list[str]:
             break
         if why != MISSING:
             return _problem(path, f"{why or 'is a file'}; name a folder")
-    opened = [run_dir / name for name in APPENDED]
+    opened = [run_dir / name for name in (*FOLDERS, *APPENDED)]
     opened += [file for name in (LOGS, "judge") for file in sorted((run_dir / name).glob("*"))]
     for path in (run_dir, *sorted(run_dir.glob("*/")), *opened):
         why = not_a_file(path)
@@ -152,6 +154,10 @@ def folder_problems(run_dir: Path) -> list[str]:
             return _problem(path, "is a link, and a run does not write through links; remove it")
         if why not in ("", MISSING, FOLDER):
             return _problem(path, "is not an ordinary file; remove it")
+        name = path.relative_to(run_dir).as_posix()
+        has, needs = ("folder", "file") if why == FOLDER else ("file", "folder")
+        if why != MISSING and name in (FOLDERS if needs == "folder" else APPENDED):
+            return _problem(path, f"is a {has}, and a run has a {needs} of that name; move it away")
         mode = os.W_OK | (os.X_OK if why == FOLDER else 0)
         if why != MISSING and not os.access(path, mode, effective_ids=True):
             return _problem(path, READ_ONLY.format("no permission, or a read-only disk"))

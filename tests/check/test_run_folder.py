@@ -131,6 +131,14 @@ def test_a_pipe_in_the_place_of_a_file_never_blocks(tmp_path: Path, name: str) -
                 opener(str(pipe), flags | os.O_CREAT | os.O_APPEND)
 
 
+@pytest.mark.parametrize("name", ["episodes", "config.json/x", "metrics.jsonl/x"])
+def test_a_file_in_the_place_of_a_folder_is_refused_and_the_reverse(tmp_path: Path, name) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert_refused(tmp_path / "run" / name.removesuffix("/x"), "and a run has a ... move")
+
+
 def test_subfolders_may_link_to_another_disk(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("images", "logs", "judge"):
