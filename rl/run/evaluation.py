@@ -173,10 +173,20 @@ def draw_untrained(
 
 
 def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) -> list[Rewards]:
-    """_P, what the untrained system earned; {} for a sample that was not held out then. All ranks
-    read the file of rank 0. Collective."""
-    rows = read_rows(run_dir / FOLDER / "rewards.jsonl")[0] if dist.is_main else []
-    rewards_of = {row["id"]: row["rewards"] for row in dist.broadcast(rows)}
+    """_P, what the untrained system earned; {} for a sample that was not held out then, or whose
+    line is lost. All ranks read the file of rank 0, which warns of lost lines. Collective."""
+    file, rewards_of = run_dir / FOLDER / "rewards.jsonl", {}
+    if dist.is_main:
+        rows, damaged = read_rows(file)
+        for row in rows:
+            if isinstance(row.get("id"), str) and isinstance(row.get("rewards"), Mapping):
+                rewards_of[row["id"]] = row["rewards"]
+        if damaged or len(rewards_of) < len(rows) or not file.is_file():
+            warn(
+                f"{file} is missing or damaged: gains over the untrained system and drift leave out "
+                "the samples that it does not have; put it back from a copy"
+            )
+    rewards_of = dist.broadcast(rewards_of)
     return [rewards_of.get(sample.id, {}) for sample in samples_P]
 
 
@@ -213,6 +223,7 @@ def add_state_drift(
 ) -> None:
     """Add the distance of the states of the user's own words, which the renderer reads at their
     tokens, from those before training, which are kept in `folder`. Collective."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save
 
     policy = context.policy
@@ -232,9 +243,13 @@ def add_state_drift(
             if iteration == 0:
                 write = partial(write_atomically, path, save({"states": states}), private)
                 retry_until_space(write, folder, path.name)
-            if path.is_file():
+            if not path.is_file():
+                continue
+            try:
                 moved = state_distance(states, load_file(path)["states"])
                 metrics.add("drift/state_l2", moved, weight=len(ids))
+            except SafetensorError as error:
+                warn(f"{path} is damaged ({error}): drift/state_l2 leaves its sample out")
 
 
 # ---- drift ---------------------------------------------------------------------------------------

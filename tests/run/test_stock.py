@@ -19,6 +19,7 @@ from brightness_reward import Brightness
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from PIL import Image
 from tiny_act import act_group
+from tiny_messages import holds
 from tiny_policy import move
 from tiny_rounding import PRODUCT_TOL
 from tiny_run import episode, run_config, writes
@@ -220,7 +221,7 @@ def test_what_a_run_does_not_measure_is_not_reported(
 
 @pytest.mark.parametrize("section", [{}, {"lora": None, "conditioning": "policy"}])
 def test_the_stock_arm_is_measured_only_before_the_first_step(
-    make: Make, tmp_path: Path, section: Any
+    make: Make, tmp_path: Path, section: Any, capsys
 ) -> None:
     context = make(**section)
     late = held_out(context, tmp_path / "late", 1)
@@ -228,9 +229,13 @@ def test_the_stock_arm_is_measured_only_before_the_first_step(
     assert not list((tmp_path / "late").glob("stock/*"))
     before = held_out(context, tmp_path / "early", 0)
     move(context.policy, 0.02)
+    damaged = min((tmp_path / "early/stock").glob("*.safetensors"))
+    damaged.write_bytes(b"")
+    capsys.readouterr()
     after = held_out(context, tmp_path / "early", 1)
     assert after["eval/stock_reward"] == before["eval/stock_reward"]
     assert after["drift/state_l2"] > 0.01
+    assert holds(capsys.readouterr().err, f"WARNING ... {damaged} is damaged")
 
 
 def test_the_stock_arm_of_a_text_policy_is_the_users_words(models: dict[str, str]) -> None:
@@ -239,7 +244,9 @@ def test_the_stock_arm_of_a_text_policy_is_the_users_words(models: dict[str, str
     assert policy.stock_arms(prompt) == {"stock": (prompt, bare)}
 
 
-def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_path: Path) -> None:
+def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(
+    tmp_path: Path, capsys
+) -> None:
     assert Emu3.starts_as_stock
     policy = SimpleNamespace(starts_as_stock=True, reads_states=False)
     context = SimpleNamespace(policy=policy, config=run_config())
@@ -252,6 +259,13 @@ def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_p
     drawn_P = [{"policy": each} for each in written]
     untrained_P = draw_untrained(context, prompts_P, drawn_P, Dist())
     with BackgroundWriter(tmp_path) as writer:
-        write_untrained(tmp_path, samples_P, untrained_P, Dist(), writer)
-    found = untrained_rewards(tmp_path, [*samples_P[1:], Sample("d", "do")], Dist())
-    assert found == [{"stock": None}, {"stock": 0.5}, {}]
+        write_untrained(tmp_path, untrained_P, Dist(), writer)
+    samples_P = [*samples_P[1:], Sample("d", "do")]
+    assert untrained_rewards(tmp_path, samples_P, Dist()) == [{"stock": None}, {"stock": 0.5}, {}]
+    assert not capsys.readouterr().err
+    file = tmp_path / "stock/rewards.jsonl"
+    file.write_text('{"id": "c", "rewards": {"stock": 1}}\n{"id": 5}\n{"rewards": {}}\n')
+    for expected in ([{}, {"stock": 1}, {}], [{}, {}, {}]):
+        assert untrained_rewards(tmp_path, samples_P, Dist()) == expected
+        assert holds(capsys.readouterr().err, f"WARNING ... {file} ... missing or damaged")
+        file.unlink(missing_ok=True)
