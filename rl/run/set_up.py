@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -57,9 +58,10 @@ ROOT = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
-    """Append a line to `environment.jsonl`: iterations done, code, Python, packages, driver, and
-    the kinds of devices of all ranks. Warn of what differs from the line before. Collective."""
+def record_environment(run_dir: Path, done: int, dist: Dist, sources: Iterable[DataSource]) -> None:
+    """Append a line to `environment.jsonl`: iterations done, code, Python, packages, driver, the
+    kinds of devices of all ranks, and a hash of the rows of `sources`, without their pictures. Warn
+    of what differs from the line before. Collective."""
     devices = sorted(set(dist.gather(_device(dist.device))))
     if not dist.is_main:
         return
@@ -68,6 +70,8 @@ def record_environment(run_dir: Path, done: int, dist: Dist) -> None:
     if _DRIVER.is_file() and (found := re.search(r"[\d.]{5,}", _DRIVER.read_text("utf-8"))):
         facts["driver"] = found[0]
     facts["devices"] = ", ".join(devices)
+    rows = repr([(len(source), [*source.findings.checked]) for source in sources])
+    facts["data"] = hashlib.sha256(rows.encode()).hexdigest()[:12]
     earlier = read_rows(run_dir / FILE)[0]
     append_line(run_dir / FILE, json_line({DONE: done, **facts}))
     before = {name: value for name, value in (earlier or [facts])[-1].items() if name != DONE}
@@ -167,7 +171,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         newest = checkpoints.latest()
         done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)
-        sources, prompt_order, held_out = _open_data(resolved, stack, console)
+        sources, validation, prompt_order, held_out = _open_data(resolved, stack, console)
         [sample] = prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
         if dist.broadcast(record.has_line(done)) and done >= num_iterations:
@@ -184,7 +188,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 judges, passed = open_judges(resolved, dist, loop, stack, console, sample)
         except StoppedError:
             raise NothingToDoError("asked to stop before the judge had answered") from None
-        record_environment(config.run_dir, done, dist)
+        record_environment(config.run_dir, done, dist, [*sources, *validation])
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         resolved, keeps_start = with_start(resolved, newest, dist)
         policy = build.build_policy(resolved, dist, keeps_start)
@@ -255,8 +259,9 @@ def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
 
 def _open_data(
     resolved: build.Resolved, stack: ExitStack, console: Console
-) -> tuple[list[DataSource], PromptOrder, list[Sample]]:
-    """The training sources, their order and the held-out samples. `stack` closes all sources."""
+) -> tuple[list[DataSource], list[DataSource], PromptOrder, list[Sample]]:
+    """The sources of training and validation, the order of the former's rows, and the held-out
+    samples. `stack` closes all sources."""
     config = resolved.config
     on_bad_row = config.data.on_bad_row
     sources = build.build_data(resolved, resolved.train)
@@ -270,7 +275,7 @@ def _open_data(
     if num_skipped := sum(source.num_skipped for source in sources):
         console.say(f"{num_skipped} bad rows of data.train are left out")
     held_out = first_samples(validation, config.evaluation.num_samples, on_bad_row)
-    return sources, prompt_order, held_out
+    return sources, validation, prompt_order, held_out
 
 
 def _restore(
