@@ -370,7 +370,7 @@ class Page:
             for iteration, each in self._iterations.items():
                 damaged[f"episodes/it_{iteration:06d}"] = each.num_damaged
             metrics, lines = named_rows(self.run_dir / "metrics.jsonl", "iteration")
-            damaged["metrics.jsonl"] = len(lines)
+            damaged |= {"metrics.jsonl": len(lines), "config.json": int(not config)}
             data = curve_data(metrics, pictures_per_iteration(config))
             shown = [each.histograms for each in self._iterations.values()]
             self._write("metrics", data | {"histograms": shown})

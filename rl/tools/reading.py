@@ -70,6 +70,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
         raise ValueError(not_a_run(run_dir))
     if problem := format_problem(run_dir):
         raise ValueError(problem)
+    if not read_config(run_dir):
+        print(f"{run_dir}/config.json is gone or damaged: settings are left out", file=sys.stderr)
     return run_dir
 
 

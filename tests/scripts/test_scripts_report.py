@@ -129,9 +129,11 @@ def test_a_damaged_line_is_named_and_the_others_are_read(run_dir, capsys):
     path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
     assert report.main([str(run_dir), "seed=1"]) == 1
     assert "only a config takes key=value" in capsys.readouterr().err
+    (run_dir / "config.json").write_text("[]")
     assert report.main([str(run_dir)]) == 0
     output = capsys.readouterr()
-    assert holds(output.err, f"{path}: ... damaged ... 3, 11\n")
+    assert holds(output.err, f"config.json ... damaged ... {path}: ... damaged ... 3, 11\n")
+    assert "config.json (1)" in (run_dir / "report/index.html").read_text()
     assert "0.050 -> 0.450" in output.out, "the first row and the last"
     assert len(read_named(path, "iteration")) == len(rows) == 9
 
