@@ -131,7 +131,10 @@ LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
 """Existing files in the run folder that a resumed run opens for writing, like all in `LOGS` and
 `judge`."""
-FOLDERS = (LOGS, *"checkpoints episodes evaluation images judge set_aside stock thumbnails".split())
+FOLDERS = (
+    LOGS, "checkpoints", "episodes", "evaluation", "images", "judge", "set_aside", "stock",
+    "thumbnails",
+)  # fmt: skip
 """Folders in the run folder."""
 
 

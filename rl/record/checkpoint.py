@@ -426,8 +426,8 @@ def is_as_written(path: Path) -> bool:
 
 def model_folder(path: Path) -> Path:
     """The model's folder in a run (its newest intact checkpoint; warns of newer ones that are
-    damaged or gone), a checkpoint, or `path` itself. Raises ValueError if no checkpoint is intact, if a
-    file of the model is damaged, or if the format differs from this version's."""
+    damaged or gone), a checkpoint, or `path` itself. Raises ValueError if no checkpoint is intact,
+    if a file of the model is damaged, or if the format differs from this version's."""
     newest = find(path) if steps_of(path) else Found(path, problem=_model_problem(path))
     if newest.path is None or newest.problem:
         raise ValueError(newest.problem)

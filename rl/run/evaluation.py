@@ -183,8 +183,8 @@ def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) ->
                 rewards_of[row["id"]] = row["rewards"]
         if damaged or len(rewards_of) < len(rows) or not file.is_file():
             warn(
-                f"{file} is missing or damaged: gains over the untrained system and drift leave out "
-                "the samples that it does not have; put it back from a copy"
+                f"{file} is missing or damaged: gains over the untrained system and drift leave "
+                "out the samples that it does not have; put it back from a copy"
             )
     rewards_of = dist.broadcast(rewards_of)
     return [rewards_of.get(sample.id, {}) for sample in samples_P]
