@@ -172,7 +172,9 @@ def draw_untrained(
     ]
 
 
-def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) -> list[Rewards]:
+def untrained_rewards(
+    run_dir: Path, samples_P: Sequence[Sample], dist: Dist, may_be_missing: bool = False
+) -> list[Rewards]:
     """_P, what the untrained system earned; {} for a sample that was not held out then, or whose
     line is lost. All ranks read the file of rank 0, which warns of lost lines. Collective."""
     file, rewards_of = run_dir / FOLDER / "rewards.jsonl", {}
@@ -181,7 +183,8 @@ def untrained_rewards(run_dir: Path, samples_P: Sequence[Sample], dist: Dist) ->
         for row in rows:
             if isinstance(row.get("id"), str) and isinstance(row.get("rewards"), Mapping):
                 rewards_of[row["id"]] = row["rewards"]
-        if damaged or len(rewards_of) < len(rows) or not file.is_file():
+        is_missing = not (may_be_missing or file.is_file())
+        if damaged or is_missing or len(rewards_of) < len(rows):
             warn(
                 f"{file} is missing or damaged: gains over the untrained system and drift leave "
                 "out the samples that it does not have; put it back from a copy"
@@ -377,7 +380,7 @@ def evaluate(
                 episodes_P = draw_untrained(context, prompts_P, drawn_P, dist)
                 write_untrained(run_dir, rank_samples, episodes_P, dist, writer)
                 writer.drain()
-            untrained_P = untrained_rewards(run_dir, rank_samples, dist)
+            untrained_P = untrained_rewards(run_dir, rank_samples, dist, learner is None)
             if context.policy.reads_states:
                 folder = run_dir / FOLDER
                 add_state_drift(metrics, context, folder, variants_P, iteration, dist)

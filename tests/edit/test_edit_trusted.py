@@ -92,6 +92,21 @@ def test_an_evaluation_gives_a_strangers_judge_and_code_no_data(
     assert holds(refusal(evaluation.main, [str(tmp_path)]), f"{what} ... --trust")
 
 
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        ({"rewards": []}, "rewards: [] given"),
+        ({"renderer": {}}, "renderer.type: missing"),
+        ({"algorithm": 3}, "algorithm.truncated_completions: null given"),
+    ],
+)
+def test_an_evaluation_of_a_damaged_config_names_the_key(
+    tmp_path: Path, sections: dict[str, Any], what: str
+) -> None:
+    strangers_run(tmp_path, **sections)
+    assert what in refusal(evaluation.main, [str(tmp_path)])
+
+
 def test_only_its_address_makes_a_judge_the_users_own(tmp_path: Path) -> None:
     strangers_run(tmp_path, judge={"api_base": "http://evil", "api_key_env": "SECRET"})
     for stated, missing in (

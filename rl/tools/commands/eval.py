@@ -41,6 +41,7 @@ from rl.config.schema import ConfigError, DataConfig, RunConfig
 from rl.judge.http import BackgroundLoop
 from rl.progress import Console, PhaseTimer, shown_on
 from rl.ranks.dist import Dist
+from rl.record.publish import at
 from rl.record.run_record import BackgroundWriter, RunRecord
 from rl.rollout.episodes import first_samples, usable
 from rl.run.checks import contents_of
@@ -54,6 +55,7 @@ from rl.tools.trained import (
     UNUSED,
     Trained,
     config_for_use,
+    config_of,
     load,
     pick_device,
     require_own,
@@ -104,17 +106,19 @@ def prepared(
     """
     unused = {key: UNUSED[key] for key in ("engine", "render_pool")}
     # A loss is code, too, and an evaluation needs none.
-    truncated = {"truncated_completions": trained.config["algorithm"]["truncated_completions"]}
+    key = "truncated_completions"
+    truncated = {key: at(trained.config, f"algorithm.{key}")}
     place = {"tracking": {}, "base_exp_dir": str(args.out)}
     shared = first.model_dump(mode="json", include=SAME) if first else {}
     values = {**trained.config, **unused, "algorithm": truncated, **place, **shared}
+    values = config_of(values, trained.name).model_dump(mode="json")
     if args.seed is not None:
         values["seed"] = args.seed
     values["judge"] = {**values["judge"], "audit": "off"}
     rows = [*values["data"]["train"], *values["data"]["validation"]]
     graders = [] if first else [*values["rewards"].values(), *rows]
     for section in (values["policy"], values["renderer"], *graders):
-        for name in (section["type"], section.get("pipeline")):
+        for name in (section.get("type"), section.get("pipeline")):
             require_trusted(name, trained.trusted, trained.name, "--trust")
     read = (*READ, "rewards", "final_reward", "judge", "data")
     settings = [each for each in args.set if not first or re.split("[.=]", each)[0] in READ]
