@@ -259,7 +259,7 @@ def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(
     drawn_P = [{"policy": each} for each in written]
     untrained_P = draw_untrained(context, prompts_P, drawn_P, Dist())
     with BackgroundWriter(tmp_path) as writer:
-        write_untrained(tmp_path, untrained_P, Dist(), writer)
+        write_untrained(tmp_path, samples_P, untrained_P, Dist(), writer)
     samples_P = [*samples_P[1:], Sample("d", "do")]
     assert untrained_rewards(tmp_path, samples_P, Dist()) == [{"stock": None}, {"stock": 0.5}, {}]
     assert not capsys.readouterr().err

@@ -28,6 +28,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 SLOW = pytest.mark.slow
+ODD, IN_SHELL = "an\nodd folder/x.jsonnet", r"'an'$'\n''odd folder/x.jsonnet'"
 
 
 @pytest.mark.parametrize(
@@ -46,9 +47,9 @@ SLOW = pytest.mark.slow
 def test_every_system_gets_a_config_without_mistakes(
     data: str, capsys: Any, arguments: list[str], expected: dict[str, Any]
 ) -> None:
-    assert init.main(["x.jsonnet", *arguments]) == 0, capsys.readouterr().err
-    assert holds(capsys.readouterr().out, "wrote x.jsonnet ... nothing is wrong ... rl train")
-    config = load_config("x.jsonnet", env={})
+    assert init.main([ODD, *arguments]) == 0, capsys.readouterr().err
+    assert holds(capsys.readouterr().out, rf"wrote ... nothing is wrong ... rl train {IN_SHELL}")
+    config = load_config(ODD, env={})
     assert {key: getattr(config, key) for key in expected} == expected
     if "http://j:1" in arguments:
         assert config.judge.api_base == "http://j:1"
@@ -57,7 +58,7 @@ def test_every_system_gets_a_config_without_mistakes(
         assert (train["split"], held_out["split"]) == ("train[:-2]", "train[-2:]")
         columns = {"instruction": "question", "source": "image", "hidden": {"answer": "solution"}}
         assert train["columns"] == held_out["columns"] == columns
-    assert "// " in Path("x.jsonnet").read_text()
+    assert f"//   rl train {IN_SHELL} " in Path(ODD).read_text()
 
 
 def test_what_cannot_be_written_is_refused(data: str) -> None:

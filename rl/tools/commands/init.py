@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from jinja2 import Template
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     *_, last_line = report.split("\n")
     printing.show(f"rl check {file}: {last_line}", "bold green")
-    print(f"next: rl train --smoke {file}\nthen: rl train {file}")
+    print(f"next: rl train --smoke {_for_shell(file)}\nthen: rl train {_for_shell(file)}")
     return 0
 
 
@@ -201,7 +202,7 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     template = Template(TEXT, trim_blocks=True, keep_trailing_newline=True)
     return file, template.render(
         system=system,
-        file=file,
+        file=_for_shell(file),
         base=base,
         name=name,
         gpus=num,
@@ -211,6 +212,11 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
         judge_model=args.judge_model or JUDGE_MODEL,
         quoted=_quoted,
     )
+
+
+def _for_shell(file: Path) -> str:
+    """The path as one word of a shell, on one line."""
+    return quote(str(file)).replace("\n", r"'$'\n''")
 
 
 def _sources(args: argparse.Namespace, system: System) -> Iterator[tuple[str, str]]:
