@@ -275,8 +275,10 @@ def find_plugin(
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
     if not wrong:
-        found = find.section_problems(cls, PLUGIN_BASES[kind], config)
-        wrong = [f"{key}: {problem}" for problem in found]
+        wrong = [
+            f"{key}: {problem}"
+            for problem in find.section_problems(cls, PLUGIN_BASES[kind], config)
+        ]
     return plugin, wrong
 
 

@@ -399,8 +399,9 @@ def report(
             blocks[f"{key}, asked now"] = lines
             failures += found if key == "judge" else [f"{key}: {text}" for text in found]
     blocks |= warnings
-    num_warnings = sum(map(len, warnings.values()))
-    verdict, code = _verdict(failures, list(memory_plan.unknowns(resolved)), num_warnings)
+    verdict, code = _verdict(
+        failures, list(memory_plan.unknowns(resolved)), sum(map(len, warnings.values()))
+    )
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
 

@@ -178,11 +178,13 @@ def file_name(rank: int) -> str:
 
 def start(file: Path, log: TextIO) -> None:
     """Write heartbeats to `file` until this process ends; stacks, also of a crash, go to `log`,
-    which must stay open. Call it once, early."""
+    which must stay open. Warn if there is no room for `file`. Call it once, early."""
     faulthandler.enable(log)
     faulthandler.register(STACKS_SIGNAL, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
     _heart.beat()
+    if not os.fstat(_heart.descriptor).st_size:
+        print(f"WARNING: {file} has no room (TMPDIR): a hang is not noticed", file=sys.stderr)
     os.register_at_fork(after_in_child=_heart.end)
     threading.Thread(target=_watch_main_thread, name="heartbeat", daemon=True).start()
 

@@ -108,8 +108,7 @@ class _FaultyHandler(JudgeHandler):
             self.wfile.writelines(fault.raw())
             return
         if fault.reset:
-            linger = struct.pack("ii", 1, 0)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             raise ConnectionResetError
         data = envelope(fault.reply) if fault.body is None else fault.body.encode()

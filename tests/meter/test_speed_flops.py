@@ -44,8 +44,7 @@ def least_flops(policy, members: list[tiny_learner.Graded]) -> float:
         prompt_len = len(prompt.token_ids)
         lens = [len(one.token_ids) for one in members if one.prompt is prompt]
         least += policy.train_flops(prompt_len, lens) + sizes.head_flops(sum(lens))
-        pairs = prefix_tree_pairs(prompt_len, lens)
-        least += sizes.forward_flops(prompt_len + sum(lens), pairs)
+        least += sizes.forward_flops(prompt_len + sum(lens), prefix_tree_pairs(prompt_len, lens))
     return least
 
 

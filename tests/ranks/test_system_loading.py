@@ -24,4 +24,6 @@ def test_the_place_is_printed_until_the_run_is_loaded(
             simple_launch._print_loading(8.4, heartbeat.read(file))
         simple_launch._print_loading(8.4, heartbeat.read(file))
         simple_launch._print_loading(8.4, heartbeat.read(tmp_path / "none"))
-    assert not capsys.readouterr().err
+        assert not capsys.readouterr().err
+        heartbeat.start(Path("/dev/full"), log)
+        assert "WARNING: /dev/full has no room" in capsys.readouterr().err
