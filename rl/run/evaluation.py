@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,7 +366,8 @@ def evaluate(
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         variants_P = _variants(context, engine, prompts_P)
         engine.sleep()
-        for names in ((POLICY, BARE), (CUT,), (REFERENCE,)):
+        is_asked = (True, config.evaluation.thought_gain, config.evaluation.reference_drift)
+        for names in compress(((POLICY, BARE), (CUT,), (REFERENCE,)), is_asked):
             part_P = [{n: row for n, row in each.items() if n in names} for each in variants_P]
             for drawn, part in zip(drawn_P, score(context, part_P, dist), strict=True):
                 drawn |= part
