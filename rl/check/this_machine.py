@@ -54,8 +54,7 @@ def fetch_small_files(resolved: Resolved) -> list[str]:
     not cached and cannot be downloaded."""
     problems = _fetch(resolved, lambda model: (model.config, *SMALL_FILES))
     for key, model in [] if is_offline() else _models_of(resolved):
-        section = key.removesuffix(model.key)
-        problems += (f"{section}{problem}" for problem in model_problems([model]))
+        problems += (key.removesuffix(model.key) + text for text in model_problems([model]))
     return problems
 
 

@@ -122,8 +122,9 @@ def load_image(
 
 def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     try:
-        file = io.BytesIO(located) if isinstance(located, bytes) else located
-        image = open_picture(file, FORMATS)
+        image = open_picture(
+            io.BytesIO(located) if isinstance(located, bytes) else located, FORMATS
+        )
     except UnidentifiedImageError as error:
         if _tail(located).startswith(LFS_POINTER):
             raise UnusableError(

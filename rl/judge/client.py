@@ -548,8 +548,9 @@ class JudgeClient:
         """The parsed reply to the next request. Raises `RequestTrouble`, `JudgeRefused`."""
         question = asking.question
         if not asking.content:
-            side_px = self.config.image_side_px
-            asking.content = [await encoded(part, side_px) for part in question.parts]
+            asking.content = [
+                await encoded(part, self.config.image_side_px) for part in question.parts
+            ]
         asking.replies.append(await self._reply(asking))
         asking.num_tries += 1
         try:

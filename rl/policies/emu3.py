@@ -395,8 +395,9 @@ class Emu3(TrainedPolicy[Config]):
 
     @staticmethod
     def _prompts_of(config: Config) -> Emu3Prompts:
-        tokenizer = load_tokenizer(config)
-        return Emu3Prompts(tokenizer, config.assistant_prefill, config.max_prompt_tokens)
+        return Emu3Prompts(
+            load_tokenizer(config), config.assistant_prefill, config.max_prompt_tokens
+        )
 
     @classmethod
     def row_check(

@@ -340,8 +340,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
         from rl.policies.attention import PackedDecoder
 
-        batch = self.collate([(prompt, ()) for prompt in prompts_P])
-        return PackedDecoder(self.module, batch, num_rows)
+        return PackedDecoder(
+            self.module, self.collate([(prompt, ()) for prompt in prompts_P]), num_rows
+        )
 
     @contextmanager
     def base_model(self) -> Iterator[None]:

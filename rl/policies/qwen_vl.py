@@ -164,8 +164,7 @@ class QwenVL(TrainedPolicy[Config]):
             return super().engine_folder()
         overlay = Path(self._overlay.name)
         link_files(local_folder(editor, None, [f"{TEXT_ENCODER}/*"]) / TEXT_ENCODER, overlay)
-        text_folder = local_folder(path, revision, TEXT_FILES)
-        link_files(text_folder, overlay, skip=("safetensors", ".bin"))
+        link_files(local_folder(path, revision, TEXT_FILES), overlay, ("safetensors", ".bin"))
         return str(overlay)
 
     def _positions(self, prompt: Prompt) -> torch.Tensor:

@@ -202,8 +202,9 @@ class TrainedModule(nn.Module):
         """Log-probs and entropy [N] of tokens (on the CPU), given the states that predict them."""
         head = self.base_model.lm_head
         if self.vocabulary_slices:
-            bounds = self.vocabulary_slices
-            return sliced_logprobs(hidden_ND, head, token_ids_N, self.temperature, bounds)
+            return sliced_logprobs(
+                hidden_ND, head, token_ids_N, self.temperature, self.vocabulary_slices
+            )
         banned = torch.tensor(self.banned_token_ids, dtype=torch.int64)
         ids_N, banned = (x.to(hidden_ND.device, non_blocking=True) for x in (token_ids_N, banned))
         return token_logprobs(hidden_ND, head, ids_N, self.temperature, banned)

@@ -136,8 +136,7 @@ class ImagesClient(JudgeClient):
 
     async def draw(self, prompt: str, sources: Sequence[Image.Image], seed: int) -> Outcome:
         """The picture, RGB. Raises JudgeRefused."""
-        question = Question((prompt, *sources), {})
-        answer = await self.ask(question, lambda picture: picture, repeat=seed)
+        answer = await self.ask(Question((prompt, *sources), {}), lambda it: it, repeat=seed)
         return answer.value or RenderFailure(str(answer.failure))
 
     async def _try(self, asking: Asking, parse: Callable[[Any], Any]) -> Any:
@@ -269,8 +268,9 @@ class ImagesApi(Renderer[Config]):
         def draw_own() -> asyncio.Task[Outcome]:
             key = (sample.instruction, seed, *map(digest, sample.sources))
             if key not in own:
-                drawing = self._client.draw(sample.instruction, sample.sources, seed)
-                own[key] = asyncio.create_task(drawing)
+                own[key] = asyncio.create_task(
+                    self._client.draw(sample.instruction, sample.sources, seed)
+                )
             return own[key]
 
         is_own = words == sample.instruction

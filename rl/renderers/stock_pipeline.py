@@ -99,11 +99,8 @@ class StockPipeline(DiffusionRenderer[Config]):
         methods = methods_of(name, known[name]) if name in known else {}
         if name and known and not methods:
             yield f"pipeline: no {config.pipeline!r} in diffusers; {nearest(name, sorted(known))}"
-        made, called, index = (
-            methods.get("__init__"),
-            methods.get("__call__"),
-            file_of(config, INDEX),
-        )
+        made, called = methods.get("__init__"), methods.get("__call__")
+        index = file_of(config, INDEX)
         needed = made.args[1 : -len(made.defaults) or None] if made and index else []
         lacking = ", ".join(each.arg for each in needed if each.arg not in index)
         if lacking and index.get("_class_name") != name:  # which may do without optional ones
@@ -112,8 +109,8 @@ class StockPipeline(DiffusionRenderer[Config]):
                 f"was made for {index.get('_class_name')}"
             )
         else:
-            taken = {each.arg for each in called.args} if called and not called.kwarg else None
-            yield from call_problems(config, taken)
+            names = called.args + called.kwonlyargs if called and not called.kwarg else []
+            yield from call_problems(config, {each.arg for each in names} or None)
         if call.together == "all" and call.max_images > 1:
             yield (
                 "interface.max_images: a call for several samples passes one source picture of "

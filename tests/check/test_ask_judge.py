@@ -120,8 +120,7 @@ def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> No
 def test_the_judge_of_one_reward_is_asked_as_well(tmp_path: Path, fault: Fault | None) -> None:
     with FaultyJudge() as judge, FaultyJudge(after=fault) as second:
         two = {"model": MODEL, "api_base": second.api_base, "max_attempts": 2}
-        own = {"type": "viescore", "judge": two}
-        rewards = {"viescore": {"type": "viescore"}, "second": own}
+        rewards = {"viescore": {"type": "viescore"}, "second": {"type": "viescore", "judge": two}}
         text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
     assert second.requests and code == bool(fault), text
     assert not fault or holds(text, "1 wrong ... rewards.second.judge: ... no JSON object")

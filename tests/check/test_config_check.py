@@ -552,8 +552,7 @@ def test_a_start_is_checked_against_its_gpus(
 ) -> None:
     """The GPUs count with their real sizes."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    machine = Machine(tuple(cuda_gb))
-    monkeypatch.setattr("rl.ranks.dist.look_at_machine", lambda: machine)
+    monkeypatch.setattr("rl.ranks.dist.look_at_machine", lambda: Machine(tuple(cuda_gb)))
     monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err

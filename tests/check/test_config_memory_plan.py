@@ -214,8 +214,7 @@ def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
     assert 51 < others < 52
 
     def planned(gpu_gb: float, residency: str) -> tuple[Plan, bool]:
-        engine = replace(ENGINE, residency=residency)
-        of_it = planned_on(gpu_gb, engine=engine)
+        of_it = planned_on(gpu_gb, engine=replace(ENGINE, residency=residency))
         return of_it, of_it.total_gb("render") > others + 1
 
     for gpu_gb, stays in ((130, True), (124, False)):

@@ -114,8 +114,10 @@ def test_a_new_run_folder_is_private(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     assert create_and_check(tmp_path / "new/run") == create_and_check(shared) == []
-    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new/run", shared)]
-    assert modes == [0o700, 0o755]
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "new/run", shared)] == [
+        0o700,
+        0o755,
+    ]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "judge/replies_0.jsonl"])

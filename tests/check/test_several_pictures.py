@@ -49,8 +49,9 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
 def test_the_judge_gets_as_many_pictures_as_a_row_has(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         section = {"api_base": judge.api_base, "model": MODEL, "image_side_px": 64}
-        change = "renderer.max_pictures=4"
-        config = config_of(tmp_path, "qwen_image_edit_plus", change, judge=section)
+        config = config_of(
+            tmp_path, "qwen_image_edit_plus", "renderer.max_pictures=4", judge=section
+        )
         check_report.report(config, 141, online=True)
     contents = [request["messages"][0]["content"] for request in judge.requests]
     pictures = [sum("image_url" in part for part in content) for content in contents]

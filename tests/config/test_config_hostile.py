@@ -65,8 +65,7 @@ def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path) -> None:
         if config is not None:
             problems = check_report.problems(config)
         assert not any(" raises " in problem for problem in problems), (key, value, problems)
-        message = listed(problems)
-        assert all(char.isprintable() or char == "\n" for char in message), (key, value)
+        assert all(char.isprintable() or char == "\n" for char in listed(problems)), (key, value)
         if config is not None and not problems:
             assert check_report.report(config, config.gpu_gb)[0]
 

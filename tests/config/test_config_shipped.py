@@ -87,8 +87,9 @@ def test_a_pkg_path_is_found_without_an_import(
 
 @pytest.mark.parametrize("path", ["pkg://no_such_package/x", "pkg://", "pkg://../x", "pkg:///etc"])
 def test_a_pkg_path_without_a_package_names_its_key(path: str) -> None:
-    config = tiny_config.shipped("quickstart", f"policy.model_path={path}")
-    [problem] = check_report.problems(config)
+    [problem] = check_report.problems(
+        tiny_config.shipped("quickstart", f"policy.model_path={path}")
+    )
     assert holds(problem, f"policy.model_path: ... {path!r} ... no package")
 
 

@@ -68,8 +68,9 @@ def test_a_batch_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
                 raise torch.OutOfMemoryError("full")
             return [Image.new("RGB", (width, 1)) for width in widths]
 
-        batches = render_in_batches(jobs, lambda w: (w > 50, 8), lambda w: None, render, fits)
-        pictures = dict(batches)
+        pictures = dict(
+            render_in_batches(jobs, lambda w: (w > 50, 8), lambda w: None, render, fits)
+        )
         assert [pictures[i].width for i in range(len(jobs))] == list(jobs), "one per job"
         return sizes
 

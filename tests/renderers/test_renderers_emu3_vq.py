@@ -244,8 +244,7 @@ def test_the_published_format_loads_without_its_python_code(vq: Emu3VQVAE, tmp_p
         "post_quant_conv.conv.weight",
         "quantize.embedding.weight",
     } <= tensors.keys()
-    config = emu3_vq.Config(type="emu3_vq", model_path=str(folder))
-    assert emu3_vq.Emu3Vq.problems(config, None) == []
+    assert emu3_vq.Emu3Vq.problems(emu3_vq.Config(model_path=str(folder)), None) == []
     codec = load_codec(str(folder), None, "float32", "cpu")
     assert_same(codec.model, vq)
     theirs, ours = (each.encode([make_picture(1)], 4096, 1) for each in (codec, Emu3Codec(vq)))

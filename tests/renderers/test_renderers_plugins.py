@@ -182,8 +182,7 @@ def test_parameters_are_counted_from_the_folder(folders: Folders) -> None:
 
 def test_with_a_fused_adapter_ranks_do_not_share_host_parameters() -> None:
     for lora_path, shares in ((None, True), ("lightx2v/Qwen-Image-Lightning", False)):
-        config = config_of(EDIT, lora_path=lora_path)
-        assert QwenImageEdit.cost(config).host_shared == shares
+        assert QwenImageEdit.cost(config_of(EDIT, lora_path=lora_path)).host_shared == shares
 
 
 def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
