@@ -243,7 +243,7 @@ def test_the_loops_on_gpus_are_runs_that_rl_check_accepts(tmp_path: Path, num_gp
     setup = setup_in(tmp_path, tiny=False, num_gpus=num_gpus, gpu_gb=85.5)
     machine = Machine((85.5,) * num_gpus)
     loops = [one for one in check_gpu.STEPS if one.function == check_gpu.LOOP]
-    assert len(loops) == 6
+    assert len(loops) == 7
     for one in loops:
         path, *words = check_gpu.words_of(setup, *one.arguments)
         config = load_config(path, words)

@@ -78,7 +78,7 @@ def test_incomplete_rank_variables_are_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"LOCAL_RANK, RANK is not set.*simple_launch"):
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, RANK is not set.*rl train"):
         Dist.from_env("cpu")
 
 
