@@ -513,9 +513,8 @@ def format_problem(folder: Path) -> str:
         ("config.json", loading.CONFIG_FORMAT),
         ("state.json", loading.CHECKPOINT_FORMAT),
     ):
-        path = folder / file
-        row = read_object(path) if path.exists() and not path.is_dir() else None
-        if problem := loading.refusal(str(folder), loading.number_of(row or {}), known, known):
+        row = (None if not_a_file(folder / file) else read_object(folder / file)) or {}
+        if problem := loading.refusal(str(folder), loading.number_of(row), known, known):
             return problem
     return ""
 
