@@ -494,8 +494,8 @@ def problem_of(path: Path, hashes: bool = True, only: str = "") -> str | None:
         if not name.startswith(only):
             continue
         try:
-            if not_a_file(file):
-                problem = "is missing"
+            if why := not_a_file(file):
+                problem = "is missing" if why == loading.MISSING else why
             elif file.stat().st_size != size:
                 problem = f"has {file.stat().st_size} bytes instead of {size}"
             elif hashes and _sha256(file) != sha256:

@@ -72,7 +72,7 @@ LONG_NAME = b'{"%s": {"size": 1, "sha256": ""}, ' % (b"x" * 5000)
         ("manifest.json", lambda _: b'{"state.json": {"size"', "manifest.json"),
         ("manifest.json", lambda _: b"{}", "manifest.json ... no file"),
         ("manifest.json", lambda _: b"[" * 100_000, "manifest.json"),
-        ("manifest.json", lambda data: data.replace(b"{", LONG_NAME, 1), "missing"),
+        ("manifest.json", lambda data: data.replace(b"{", LONG_NAME, 1), "too long"),
         ("manifest.json", None, "manifest.json"),
     ],
 )

@@ -190,4 +190,4 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path, name, kind, ca
     if name.endswith("manifest.json"):
         assert re.search(r" 0\.750 +1 20", outputs[2]), "the newest intact one is the first"
     else:
-        assert any(holds(output, f"{name} ... {reason}") for output in outputs), outputs
+        assert any(holds(out, f"{Path(name).name} ... {reason}") for out in outputs), outputs
