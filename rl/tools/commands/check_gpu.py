@@ -6,7 +6,8 @@
     rl check-gpu --engine transformers              without vLLM
     rl check-gpu --tiny                             the same steps on a CPU
 
-Each line is PASS, FAIL with a fix, SKIPPED with the reason, or NO TIME. Exit code 0 if all passed.
+Each line is PASS, FAIL with a fix, SKIPPED with the reason, or NO TIME. Exit
+code 0 unless a step failed or had no time.
 """
 
 from __future__ import annotations
