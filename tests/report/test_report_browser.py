@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -73,6 +74,14 @@ class Tab:
         element = self.find(ready, has_text=first).first
         element.wait_for()
         return element
+
+    def until(self, script: str) -> None:
+        """Waits for this JavaScript to be true. Playwright's own wait would evaluate it inside the
+        page, whose policy forbids that."""
+        end_s = time.monotonic() + 10
+        while not self.page.evaluate(f"Boolean({script})"):
+            assert time.monotonic() < end_s, script
+            self.page.wait_for_timeout(20)
 
     def texts(self, selector: str) -> list[str]:
         return [" ".join(text.split()) for text in self.find(selector).all_text_contents()]
@@ -168,7 +177,7 @@ def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
     doubts = "of => of.map(e => e.style.getPropertyValue('--doubt'))"
     assert tokens.evaluate_all(doubts) == ["0.22", "1.00", "0.00"], "1 - exp(nats)"
     crisp = "getComputedStyle(document.querySelector('.member img')).imageRendering"
-    tab.page.wait_for_function(f"{crisp} == 'pixelated'")
+    tab.until(f"{crisp} == 'pixelated'")
 
 
 def test_the_judges_regions_are_drawn_over_the_picture(tab: Tab) -> None:
@@ -312,7 +321,7 @@ def test_keys_navigate_the_page(tab: Tab) -> None:
         """(key, JavaScript that is then true)"""
         for key, script in steps:
             tab.page.keyboard.press(key)
-            tab.page.wait_for_function(script)
+            tab.until(script)
 
     focused = "document.activeElement"
     tab.go("#held-out", ".card")

@@ -403,13 +403,10 @@ def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_
 
 
 def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("private")
     run = checkpoint(tmp_path, make_policy(), SECTION)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "step")
     weights = step / "model" / "adapter_model.safetensors"
-    weights.unlink()
-    weights.symlink_to(secret)
+    weights.symlink_to(weights.rename(tmp_path / "secret"))
     message = refusal(export.main, [str(step), str(tmp_path / "out"), "--as", "adapter"])
     assert "adapter_model.safetensors is a link" in message
     assert not (tmp_path / "out").exists()
