@@ -7,7 +7,9 @@ checkpoints are numbered by how many iterations are done.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from rl.api.types import SamplingParams
 from rl.config.schema import RunConfig
 from rl.ranks import signals
 from rl.ranks.dist import Dist
+from rl.ranks.worker import leave
 from rl.rollout.episodes import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_text
@@ -152,4 +155,8 @@ def measure(run: Run, done: int, metrics: Metrics) -> None:
 
 if __name__ == "__main__":
     sys.excepthook = signals.excepthook
+    exit_codes: list[int] = []
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun; in a worker, that leaves itself
+        atexit.register(leave, exit_codes)
     main()
+    exit_codes.append(0)

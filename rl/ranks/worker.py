@@ -26,7 +26,7 @@ from rl.ranks.supervision import FINISHED_CODE
 def main() -> None:
     """Run the script as `__main__`, with `sys.argv` as if it had been started directly."""
     exit_codes: list[int] = []
-    atexit.register(_leave, exit_codes)  # the first to register is the last to be called
+    atexit.register(leave, exit_codes)  # the first to register is the last to be called
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it loads, Ctrl-C prints no traceback
     printing.open_closed_streams()
@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def _leave(codes: list[int]) -> None:
+def leave(codes: list[int]) -> None:
     """If the script has ended, ends the process before the destructors of C++ libraries (Gloo,
     vLLM) run, because these destructors have aborted finished runs."""
     if codes:
