@@ -560,7 +560,8 @@ def _table(planned: Plan) -> list[str]:
         gb = f"{item.gb:.1f}"
         table.append([item.part, *(gb if phase in item.phases else "" for phase in PHASES)])
     table.append(["sum", *(f"{planned.total_gb(phase):.1f}" for phase in PHASES)])
-    form = "{:<24}" + "".join(f"{{:>{max(6, len(phase) + 1)}}}" for phase in PHASES)
+    form = f"{{:<{max(len(part) for part, *_ in table)}}}"
+    form += "".join(f"{{:>{max(6, len(phase) + 1)}}}" for phase in PHASES)
     return [form.format(*row).rstrip() for row in table]
 
 

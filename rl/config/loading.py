@@ -369,14 +369,17 @@ def evaluate(
     process = context.Process(target=_send, args=(sender, path, overrides, env, kept))
     process.start()
     sender.close()
-    problem = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
-    text, problems = None, [f"{path} with its overrides: {problem}"]
+    what, text = f"{path} with its overrides", None
+    problems = [
+        f"{what}: took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
+    ]
     try:
         if receiver.poll(MAX_S):
             text, problems = receiver.recv()
     except EOFError:
-        problem = "crashed Jsonnet: values nested too deeply, or too large for the memory?"
-        problems = [f"{path} with its overrides: {problem}"]
+        problems = [
+            f"{what}: crashed Jsonnet: values nested too deeply, or too large for the memory?"
+        ]
     finally:
         process.kill()
         process.join()
